@@ -1,0 +1,89 @@
+"""Versioned weights on their way from the trainer to the searchers: converted once, moved device to device, swapped whole.
+
+`publish` is dispatched before the next optimizer step, which donates the trainer's buffers, and always makes buffers of its own. A
+searcher sees all of version v or all of version w, never a mixture, and a version is visible only after its transfer has succeeded:
+a failed transfer raises in the trainer and leaves the searchers on the weights, and the label, that they have.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import threading
+from typing import Any, Callable, Sequence
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+  """Parameters in a searcher's layout and on its devices, with the number of optimizer updates they have seen."""
+
+  version: int
+  params: Any
+
+
+class WeightStore:
+  """The newest published weights of every searcher.
+
+  Args:
+    convert: params of the trainer -> params in the searcher's layout and dtype, jitted, on the trainer's devices.
+    placements: for each searcher, what `jax.device_put` takes as the place of the converted tree (a device, a sharding or a tree).
+  """
+
+  def __init__(self, convert: Callable[[Any], Any], placements: Sequence[Any]):
+    self._convert = convert
+    self._placements = list(placements)
+    self._lock = threading.Lock()
+    self._latest: list[Weights | None] = [None] * len(self._placements)
+    self._mover = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="weights")
+    self._moving: concurrent.futures.Future | None = None
+
+  def publish(self, params: Any, version: int, *, wait: bool = False) -> None:
+    """Starts the move of `params` to all searchers; with `wait`, returns when they are there.
+
+    Raises: what the previous transfer, or with `wait` this one, failed with.
+    """
+    self.join()
+    moved = self._dispatch(params)
+    self._moving = self._mover.submit(self._finish, moved, version)
+    if wait:
+      self.join()
+
+  def pin(self, params: Any, version: int, *, searcher: int) -> Weights:
+    """A private copy on one searcher, as for an evaluation at a fixed version; what is published stays as it is."""
+    converted = self._convert(params)
+    return Weights(version, jax.device_put(converted, self._placements[searcher], may_alias=False))
+
+  def adopt(self, per_searcher: Sequence[Weights]) -> None:
+    """Puts restored weights in place, one for each searcher."""
+    with self._lock:
+      self._latest = list(per_searcher)
+
+  def latest(self, searcher: int) -> Weights:
+    """The newest weights that have arrived at a searcher. Raises RuntimeError before the first publish."""
+    with self._lock:
+      weights = self._latest[searcher]
+    if weights is None:
+      raise RuntimeError(f"searcher {searcher} asked for weights before any were published")
+    return weights
+
+  def join(self) -> None:
+    """Waits for the transfer under way, if any, and raises what it failed with."""
+    moving, self._moving = self._moving, None
+    if moving is not None:
+      moving.result()
+
+  def close(self) -> None:
+    self._mover.shutdown(wait=True)
+
+  def _dispatch(self, params: Any) -> list[Any]:
+    # may_alias=False: where trainer and searcher share a device, a leaf that the conversion leaves alone would otherwise be the
+    # trainer's own buffer, which the next optimizer step deletes.
+    converted = self._convert(params)
+    return [jax.device_put(converted, place, may_alias=False) for place in self._placements]
+
+  def _finish(self, moved: list[Any], version: int) -> None:
+    jax.block_until_ready(moved)
+    with self._lock:
+      self._latest = [Weights(version, params) for params in moved]
