@@ -1,0 +1,229 @@
+"""Meshes out of devices, and where each array of a run lies on them: two tables, and functions that read the tables.
+
+Mesh axes: "data" replicates parameters and splits rows, "fsdp" splits both, "tensor" splits heads, MLP width and vocabulary. A parameter
+without a rule is an error, never a silent replica. Nothing here sets a default device or a global mesh: several meshes of one process
+are used by several threads.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tba_jax.types import Batch
+
+MESH_AXES = ("data", "fsdp", "tensor")
+
+LOGICAL_TO_MESH: dict[str | None, str | tuple[str, ...] | None] = {
+  "batch": ("data", "fsdp"),
+  "embed": "fsdp",
+  "heads": "tensor",
+  "kv_heads": "tensor",
+  "head_dim": None,
+  "mlp": "tensor",
+  "vocab": "tensor",
+  "layers": None,
+  None: None,
+}
+
+# Dimensions that are replicated where their mesh axis does not divide them: a model with fewer kv heads than tensor-parallel devices is
+# ordinary (each device then holds all of them, as they are small), and so is a vocabulary of a prime number of rows. Heads, MLP width and
+# model width must divide: replicating those would make the axis pointless without anybody noticing.
+REPLICATED_IF_UNEVEN = frozenset({"kv_heads", "vocab"})
+
+# Regular expression over the "/"-joined path -> logical axis of each dimension. The first rule whose whole pattern matches holds.
+PARAM_AXES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
+  (r"embed/table", ("vocab", "embed")),
+  (r"pos_embed/table", (None, "embed")),
+  (r"layers/attn/q/kernel", ("layers", "embed", "heads", "head_dim")),
+  (r"layers/attn/[kv]/kernel", ("layers", "embed", "kv_heads", "head_dim")),
+  (r"layers/attn/o/kernel", ("layers", "heads", "head_dim", "embed")),
+  (r"layers/attn/q/bias", ("layers", "heads", "head_dim")),
+  (r"layers/attn/[kv]/bias", ("layers", "kv_heads", "head_dim")),
+  (r"layers/attn/o/bias", ("layers", None)),
+  (r"layers/attn/[qk]_norm/(scale|bias)", ("layers", None)),
+  (r"layers/mlp/(gate|up)/kernel", ("layers", "embed", "mlp")),
+  (r"layers/mlp/down/kernel", ("layers", "mlp", "embed")),
+  (r"layers/mlp/(gate|up)/bias", ("layers", "mlp")),
+  (r"layers/mlp/down/bias", ("layers", None)),
+  (r"layers/\w+_norm/(scale|bias)", ("layers", None)),
+  (r"final_norm/(scale|bias)", (None,)),
+  (r"lm_head/kernel", ("embed", "vocab")),
+  (r"lm_head/bias", ("vocab",)),
+)
+
+
+def make_mesh(devices: Sequence[jax.Device], *, data: int = 1, fsdp: int = -1, tensor: int = 1) -> Mesh:
+  """A mesh of exactly these devices with axes ("data", "fsdp", "tensor"), tensor neighbours closest in the list.
+
+  Args:
+    devices: in the order of `jax.devices()`.
+    data, fsdp, tensor: sizes of the axes; at most one may be -1, what the others leave.
+  Raises: ValueError if the sizes do not multiply to the number of devices.
+  """
+  sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
+  asked = ", ".join(f"{name}={size}" for name, size in sizes.items())
+  free = [name for name, size in sizes.items() if size == -1]
+  if len(free) > 1 or any(size < 1 for size in sizes.values() if size != -1):
+    raise ValueError(f"mesh sizes must be at least 1, and at most one of them -1 (the rest of the devices); found {asked}.")
+  known = math.prod(size for size in sizes.values() if size != -1)
+  if free:
+    sizes[free[0]] = len(devices) // known
+  if math.prod(sizes.values()) != len(devices):
+    raise ValueError(
+      f"a mesh of {asked} does not fit {len(devices)} devices; the product of the sizes must be {len(devices)} "
+      "(-1 stands for the rest)."
+    )
+  return Mesh(np.array(devices, dtype=object).reshape(tuple(sizes[name] for name in MESH_AXES)), MESH_AXES)
+
+
+def num_batch_shards(mesh: Mesh | None) -> int:
+  """Devices over which the rows of a batch are split: their number must be a multiple of this (times the micro-batches)."""
+  return 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
+
+
+def param_shardings(params: Any, mesh: Mesh) -> Any:
+  """Tree of NamedShardings for a parameter tree (or one of ShapeDtypeStructs), from the two tables.
+
+  Raises: ValueError for a parameter that no rule names or whose rank is another, and for a dimension of heads, MLP width or model width
+    that its mesh axis does not divide. kv heads and vocabulary are replicated in that case.
+  """
+  return jax.tree_util.tree_map_with_path(
+    lambda path, leaf: NamedSharding(mesh, param_spec(path_name(path), tuple(leaf.shape), mesh)), params
+  )
+
+
+def param_spec(name: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+  """PartitionSpec of one parameter, by its "/"-joined name. Raises as `param_shardings`."""
+  axes = next((axes for pattern, axes in PARAM_AXES if re.fullmatch(pattern, name)), None)
+  if axes is None:
+    raise ValueError(f"parameter {name!r} {shape} has no sharding rule; add one to PARAM_AXES in tba_jax/sharding.py.")
+  if len(axes) != len(shape):
+    raise ValueError(f"parameter {name!r} has shape {shape}, but its sharding rule names {len(axes)} axes: {axes}.")
+  return PartitionSpec(*(_mesh_axis(name, axis, size, mesh) for axis, size in zip(axes, shape)))
+
+
+def state_shardings(state: Any, params: Any, shardings: Any, mesh: Mesh) -> Any:
+  """Shardings of a state that holds the parameters or copies of them (optimizer moments), each like the parameter it belongs to.
+
+  A leaf belongs to the parameter whose path its own path ends with, if their shapes are equal; anything else (counts, factored moments)
+  is replicated.
+
+  Args:
+    state: tree of arrays or ShapeDtypeStructs, such as a TrainState.
+    params: parameter tree of arrays or ShapeDtypeStructs.
+    shardings: NamedShardings in the structure of `params`.
+    mesh: that of the shardings.
+  """
+  by_name = {
+    path_name(path): (tuple(leaf.shape), sharding)
+    for (path, leaf), sharding in zip(jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(shardings))
+  }
+  replicated = NamedSharding(mesh, PartitionSpec())
+
+  def leaf_sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+    parts = path_name(path).split("/")
+    for start in range(len(parts)):  # the longest suffix first: "pos_embed/table" is not "embed/table"
+      shape, sharding = by_name.get("/".join(parts[start:]), (None, None))
+      if shape == tuple(leaf.shape):
+        return sharding
+    return replicated
+
+  return jax.tree_util.tree_map_with_path(leaf_sharding, state)
+
+
+def batch_sharding(mesh: Mesh) -> Batch:
+  """A Batch of NamedShardings: rows of the [B, T] arrays are split over "data" and "fsdp", what is per response is on every device."""
+  rows = NamedSharding(mesh, PartitionSpec(LOGICAL_TO_MESH["batch"], None))
+  everywhere = NamedSharding(mesh, PartitionSpec())
+  per_token = ("tokens", "positions", "segment_ids", "sequence_ids", "log_mu", "log_ref")
+  return Batch(**{name: rows if name in per_token else everywhere for name in Batch._fields})
+
+
+def constrain(x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
+  """Pins `x` to the mesh that the caller traces under (`jax.set_mesh` or `use_abstract_mesh`), by logical axes; as it is without a mesh.
+
+  Dimensions that the mesh does not divide are left to the compiler.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.empty:
+    return x
+  specs = []
+  for axis, size in zip(axes, x.shape, strict=True):
+    mesh_axis = LOGICAL_TO_MESH[axis]
+    divides = mesh_axis is not None and size % _axis_size(mesh_axis, mesh) == 0
+    specs.append(mesh_axis if divides else PartitionSpec.UNCONSTRAINED if mesh_axis is not None else None)
+  return jax.lax.with_sharding_constraint(x, PartitionSpec(*specs))
+
+
+def split_devices(
+  devices: Sequence[jax.Device], *, trainer: int, searchers: int, per_searcher: int, share: bool
+) -> tuple[list[jax.Device], list[list[jax.Device]]]:
+  """Devices of the trainer and of each searcher.
+
+  Args:
+    devices: all that may be used, in the order of `jax.devices()`.
+    trainer: devices of the trainer; -1: all that the searchers leave (with `share`: all).
+    searchers: number of searchers, >= 1.
+    per_searcher: devices of each searcher, >= 1.
+    share: whether a device may serve several parts. Searchers then take the trainer's devices only when there are no others left; with
+      one device everything shares it.
+  Returns: the trainer's devices and one list per searcher. Without `share` all are disjoint.
+  Raises: ValueError if a size is below 1 or the parts need more devices than exist.
+  """
+  for name, value in (("searchers", searchers), ("per_searcher", per_searcher)):
+    if value < 1:
+      raise ValueError(f"{name}={value} must be at least 1.")
+  if trainer < 1 and trainer != -1:
+    raise ValueError(f"trainer={trainer} must be at least 1 device, or -1 for all that the searchers leave.")
+  devices = list(devices)
+  for_searchers = searchers * per_searcher
+  if share:
+    for_trainer = len(devices) if trainer == -1 else trainer
+    for name, value in (("trainer", for_trainer), ("per_searcher", per_searcher)):
+      if value > len(devices):
+        raise ValueError(f"{name}={value} needs more devices than exist: found {len(devices)}; lower {name}.")
+    order = devices[for_trainer:] + devices[:for_trainer]
+    take = lambda i: [order[(i * per_searcher + j) % len(order)] for j in range(per_searcher)]
+    return devices[:for_trainer], [take(i) for i in range(searchers)]
+  needed = for_searchers + max(trainer, 1)
+  if needed > len(devices):
+    least = "at least 1" if trainer == -1 else str(trainer)
+    raise ValueError(
+      f"more exclusive devices than exist: {least} for the trainer and {searchers} searchers x {per_searcher} need {needed}, "
+      f"found {len(devices)}; lower trainer, searchers or per_searcher, or let the parts share devices with share=True."
+    )
+  for_trainer = len(devices) - for_searchers if trainer == -1 else trainer
+  first = [for_trainer + i * per_searcher for i in range(searchers)]
+  return devices[:for_trainer], [devices[start : start + per_searcher] for start in first]
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+  """"/"-joined names of a pytree path: dict keys, fields and indices alike."""
+  return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _mesh_axis(name: str, axis: str | None, size: int, mesh: Mesh) -> str | tuple[str, ...] | None:
+  mesh_axis = LOGICAL_TO_MESH[axis]
+  if mesh_axis is None:
+    return None
+  shards = _axis_size(mesh_axis, mesh)
+  if size % shards == 0:
+    return mesh_axis
+  if axis in REPLICATED_IF_UNEVEN:
+    return None
+  raise ValueError(
+    f"parameter {name!r}: its {axis!r} dimension of {size} does not divide over {mesh_axis}={shards} devices; "
+    f"choose a size of the mesh axis {mesh_axis!r} that divides {size}."
+  )
+
+
+def _axis_size(mesh_axis: str | tuple[str, ...], mesh: Any) -> int:
+  names = (mesh_axis,) if isinstance(mesh_axis, str) else mesh_axis
+  return math.prod(mesh.shape[name] for name in names)
