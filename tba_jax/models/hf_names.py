@@ -1,0 +1,139 @@
+"""Hugging Face tensor names: which leaf of our tree each tensor is, and how its layout becomes ours. One table per family.
+
+A table is complete in both directions: every leaf of `abstract_params` is named once, and a checkpoint's tensor that is neither named
+nor in the family's list of known extras is an error of the reader. A fused tensor (qkv in one) appears once per part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import dataclasses
+import re
+
+import jax
+import numpy as np
+
+from tba_jax.models.transformer import abstract_params
+from tba_jax.models.variants import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Transform:
+  """Their array -> ours: reshape to `split`, take `part` = (axis, index, count) if the tensor is fused, then transpose by `perm`."""
+
+  hf_shape: tuple[int, ...]
+  split: tuple[int, ...]
+  perm: tuple[int, ...]
+  part: tuple[int, int, int] | None = None
+
+  @property
+  def tree_shape(self) -> tuple[int, ...]:
+    """Shape of one layer's leaf of our tree."""
+    shape = [n for axis, n in enumerate(self.split) if self.part is None or axis != self.part[0]]
+    return tuple(shape[axis] for axis in self.perm)
+
+  def to_tree(self, array: np.ndarray) -> np.ndarray:
+    """One layer's leaf (a view where numpy can). Raises ValueError when the tensor has another shape than the config implies."""
+    if tuple(array.shape) != self.hf_shape:
+      raise ValueError(f"the tensor has shape {tuple(array.shape)}, but config.json implies {self.hf_shape}; is it of another model?")
+    array = array.reshape(self.split)
+    if self.part is not None:
+      array = array.take(self.part[1], axis=self.part[0])
+    return array.transpose(self.perm)
+
+  def _from_tree(self, array: np.ndarray) -> np.ndarray:
+    return array.transpose(np.argsort(self.perm))
+
+
+@dataclasses.dataclass(frozen=True)
+class HfTensor:
+  """One leaf: `path` in our tree, `layer` its index on the stacked axis (None outside the layers)."""
+
+  hf_name: str
+  path: tuple[str, ...]
+  layer: int | None
+  transform: Transform
+
+
+def to_huggingface_tensor(entries: Sequence[HfTensor], leaves: Sequence[np.ndarray]) -> np.ndarray:
+  """The tensor that entries of one hf_name were read from: the inverse of `Transform.to_tree`. leaves[i] belongs to entries[i]."""
+  transform = entries[0].transform
+  assert len({entry.hf_name for entry in entries}) == 1
+  parts = [entry.transform._from_tree(leaf) for entry, leaf in zip(entries, leaves, strict=True)]
+  if transform.part is None:
+    assert len(parts) == 1, entries
+    return np.ascontiguousarray(parts[0]).reshape(transform.hf_shape)
+  axis, _, count = transform.part
+  order = [entry.transform.part[1] for entry in entries]
+  assert sorted(order) == list(range(count)), entries
+  return np.stack([parts[order.index(i)] for i in range(count)], axis=axis).reshape(transform.hf_shape)
+
+
+# Pattern of the HF name ({i} is the layer), our path, transform. Leaves that a model lacks (biases, a tied head) are left out by shape.
+LLAMA = (
+  ("model.embed_tokens.weight", "embed/table", "same"),
+  ("model.layers.{i}.input_layernorm.weight", "layers/attn_norm/scale", "same"),
+  ("model.layers.{i}.self_attn.q_proj.weight", "layers/attn/q/kernel", "heads_out"),
+  ("model.layers.{i}.self_attn.q_proj.bias", "layers/attn/q/bias", "heads_bias"),
+  ("model.layers.{i}.self_attn.k_proj.weight", "layers/attn/k/kernel", "heads_out"),
+  ("model.layers.{i}.self_attn.k_proj.bias", "layers/attn/k/bias", "heads_bias"),
+  ("model.layers.{i}.self_attn.v_proj.weight", "layers/attn/v/kernel", "heads_out"),
+  ("model.layers.{i}.self_attn.v_proj.bias", "layers/attn/v/bias", "heads_bias"),
+  ("model.layers.{i}.self_attn.o_proj.weight", "layers/attn/o/kernel", "heads_in"),
+  ("model.layers.{i}.self_attn.o_proj.bias", "layers/attn/o/bias", "same"),
+  ("model.layers.{i}.post_attention_layernorm.weight", "layers/mlp_norm/scale", "same"),
+  ("model.layers.{i}.mlp.gate_proj.weight", "layers/mlp/gate/kernel", "swap"),
+  ("model.layers.{i}.mlp.gate_proj.bias", "layers/mlp/gate/bias", "same"),
+  ("model.layers.{i}.mlp.up_proj.weight", "layers/mlp/up/kernel", "swap"),
+  ("model.layers.{i}.mlp.up_proj.bias", "layers/mlp/up/bias", "same"),
+  ("model.layers.{i}.mlp.down_proj.weight", "layers/mlp/down/kernel", "swap"),
+  ("model.layers.{i}.mlp.down_proj.bias", "layers/mlp/down/bias", "same"),
+  ("model.norm.weight", "final_norm/scale", "same"),
+  ("lm_head.weight", "lm_head/kernel", "swap"),
+)
+
+HF_NAMES = {"llama": LLAMA}
+
+# Tensors that checkpoints carry beside the parameters: buffers that are computed here.
+EXTRA_NAMES = {"llama": (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)}
+
+# Where the head is tied, its name may be in the checkpoint as well; it must then hold the same numbers as the embedding.
+TIED_NAMES = {"llama": ("lm_head.weight", "model.embed_tokens.weight")}
+
+
+def hf_to_tree(cfg: ModelConfig) -> list[HfTensor]:
+  """All tensors of a checkpoint of this model, one entry per leaf and layer, in the order of the table."""
+  shapes = {"/".join(key.key for key in path): leaf.shape for path, leaf in jax.tree.leaves_with_path(abstract_params(cfg))}
+  entries, used = [], set()
+  for pattern, path, kind in HF_NAMES[cfg.family]:
+    if path not in shapes:
+      continue
+    used.add(path)
+    stacked = path.startswith("layers/")
+    transform = _transform(kind, shapes[path][1:] if stacked else shapes[path])
+    for layer in range(cfg.num_layers) if stacked else (None,):
+      entries.append(HfTensor(pattern.format(i=layer), tuple(path.split("/")), layer, transform))
+  assert used == set(shapes), f"the table of {cfg.family} does not name {sorted(set(shapes) - used)}"
+  return entries
+
+
+def is_extra(cfg: ModelConfig, hf_name: str) -> bool:
+  """Whether a tensor that `hf_to_tree` does not name is a known buffer, to be skipped."""
+  return any(re.fullmatch(pattern, hf_name) for pattern in EXTRA_NAMES[cfg.family])
+
+
+def _transform(kind: str, shape: tuple[int, ...]) -> Transform:
+  """The transform of a named kind onto a leaf of this shape (one layer's). HF kernels are [out, in], ours [in, out]."""
+  if kind == "same":
+    return Transform(shape, shape, tuple(range(len(shape))))
+  if kind == "swap":
+    return Transform(shape[::-1], shape[::-1], (1, 0))
+  if kind == "heads_bias":
+    return Transform((shape[0] * shape[1],), shape, (0, 1))
+  if kind == "heads_out":  # ours [D, heads, H]
+    width, heads, size = shape
+    return Transform((heads * size, width), (heads, size, width), (2, 0, 1))
+  if kind == "heads_in":  # ours [heads, H, D]
+    heads, size, width = shape
+    return Transform((width, heads * size), (width, heads, size), (1, 2, 0))
+  raise AssertionError(kind)

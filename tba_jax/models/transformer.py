@@ -1,0 +1,253 @@
+"""Decoders as pure functions over a parameter tree: scoring (layers stacked and scanned), and prefill and decode (layers unrolled).
+
+The tree is a plain nested dict; its leaves under "layers" carry a leading layer axis. `unstack` gives the decode layout, in which "layers"
+is a tuple with one dict per layer: unrolled layers decode faster and their caches are updated in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import functools
+from typing import Any
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tba_jax.models import attention as attention_lib
+from tba_jax.models import rope as rope_lib
+from tba_jax.models.layers import Block, Norm
+from tba_jax.models.variants import ModelConfig
+
+Params = dict[str, Any]
+Cache = tuple[tuple[jax.Array, jax.Array], ...]  # per layer (k, v), each [B, S, K, H]; slot s holds position s
+
+EMBEDDING_STD = 0.02
+REMAT_POLICIES = {
+  "none": None,
+  "full": jax.checkpoint_policies.nothing_saveable,
+  "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+
+
+def init_params(cfg: ModelConfig, key: jax.Array, dtype: jax.typing.DTypeLike = jnp.float32) -> Params:
+  """Random parameters: kernels of variance 1 / fan-in, embeddings of standard deviation 0.02, unit norms, zero biases."""
+  embed_key, pos_key, head_key, layers_key = jax.random.split(key, 4)
+
+  def table(key: jax.Array, rows: int) -> jax.Array:
+    return EMBEDDING_STD * jax.random.normal(key, (rows, cfg.hidden_size))
+
+  def layer(key: jax.Array) -> Params:
+    return nnx.to_pure_dict(nnx.state(Block(cfg, nnx.Rngs(key)), nnx.Param))
+
+  final_norm = Norm(cfg.hidden_size, kind=cfg.norm, eps=cfg.norm_eps)
+  params = {
+    "embed": {"table": table(embed_key, cfg.num_embeddings)},
+    "layers": jax.vmap(layer)(jax.random.split(layers_key, cfg.num_layers)),
+    "final_norm": nnx.to_pure_dict(nnx.state(final_norm, nnx.Param)),
+  }
+  if cfg.positions == "learned":
+    params["pos_embed"] = {"table": table(pos_key, cfg.max_positions)}
+  if not cfg.tie_embeddings:
+    params["lm_head"] = {"kernel": table(head_key, cfg.num_embeddings).T}
+  return jax.tree.map(lambda x: x.astype(dtype), params)
+
+
+def abstract_params(cfg: ModelConfig, dtype: jax.typing.DTypeLike = jnp.float32) -> Params:
+  """The shapes and dtypes of `init_params` without the arrays."""
+  return jax.eval_shape(lambda key: init_params(cfg, key, dtype), jax.random.key(0))
+
+
+@functools.lru_cache(maxsize=64)
+def _graphdefs(cfg: ModelConfig) -> tuple[nnx.GraphDef, nnx.GraphDef]:
+  """The modules of a block and of the final norm without their parameters, to be merged with a slice of the tree."""
+  with jax.ensure_compile_time_eval():
+    block = nnx.eval_shape(lambda: Block(cfg, nnx.Rngs(0)))
+    norm = nnx.eval_shape(lambda: Norm(cfg.hidden_size, kind=cfg.norm, eps=cfg.norm_eps))
+  return nnx.graphdef(block), nnx.graphdef(norm)
+
+
+def _embed(params: Params, cfg: ModelConfig, tokens: jax.Array, positions: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+  """[..., D]. Ids out of range are clipped: they stand in padding, where any id must do, and the default fill is NaN."""
+  x = jnp.take(params["embed"]["table"], tokens, axis=0, mode="clip").astype(dtype)
+  if cfg.scale_embeddings:
+    x = x * jnp.asarray(cfg.hidden_size**0.5, dtype)
+  if cfg.positions == "learned":
+    x = x + jnp.take(params["pos_embed"]["table"], positions, axis=0, mode="clip").astype(dtype)
+  return x
+
+
+def _rope_tables(cfg: ModelConfig, positions: jax.Array) -> list[tuple[jax.Array, jax.Array]] | None:
+  """One (cos, sin) for each rotation that the model's layers use; the second is that of the sliding layers."""
+  if cfg.positions != "rope":
+    return None
+  tables = [rope_lib.rope_table(positions, rope_lib.inverse_frequencies(cfg.rope_theta, cfg.rotary_dim, cfg.rope_scaling))]
+  if cfg.rope_local_theta is not None:
+    local = rope_lib.inverse_frequencies(cfg.rope_local_theta, cfg.rotary_dim, None)
+    tables.append(rope_lib.rope_table(positions, local))
+  return tables
+
+
+def _within_window(cfg: ModelConfig, mask: jax.Array, query_positions: jax.Array, key_positions: jax.Array) -> jax.Array:
+  """The mask of the sliding layers."""
+  return mask & (query_positions[:, :, None] - key_positions[:, None, :] < cfg.window)
+
+
+def hidden_states(params: Params, cfg: ModelConfig, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array, *,
+                  dtype: jax.typing.DTypeLike, remat: str = "none", backend: str = "xla",
+                  constrain: Callable[[jax.Array], jax.Array] | None = None) -> jax.Array:
+  """Final-normed hidden states of whole sequences, for scoring and training.
+
+  Args:
+    params: stacked layers. tokens, positions, segment_ids: int32 [B, T]. A token sees those of its own segment at positions up to its
+      own; segment 0 is padding, whose outputs are finite and mean nothing.
+    dtype: of the computation; norms and softmax are float32 within it.
+    remat: what the backward pass keeps of a layer: "none" (everything), "dots" (matrix products), "full" (its input only).
+    backend: of `attention.attention`.
+    constrain: applied to the residual stream [B, T, D] at every layer, to pin its sharding.
+  Returns: [B, T, D] in dtype.
+  Raises: ValueError for an unknown remat policy.
+  """
+  if remat not in REMAT_POLICIES:
+    raise ValueError(f"remat={remat!r} is unknown; it must be one of {', '.join(REMAT_POLICIES)}.")
+  block_def, norm_def = _graphdefs(cfg)
+  constrain = constrain or (lambda x: x)
+  ropes = _rope_tables(cfg, positions)
+  full_mask = attention_lib.segment_mask(positions, segment_ids)
+  window_mask = _within_window(cfg, full_mask, positions, positions) if any(cfg.sliding_layers) else None
+
+  def body(x: jax.Array, layer: tuple[Params, jax.Array]) -> tuple[jax.Array, None]:
+    layer_params, sliding = layer
+    mask = full_mask if window_mask is None else jnp.where(sliding, window_mask, full_mask)
+    rope = None if ropes is None else jax.tree.map(lambda *tables: jnp.where(sliding, tables[-1], tables[0]), ropes[0], ropes[-1])
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
+      return attention_lib.attention(q, k, v, mask, scale=cfg.query_scale, softcap=cfg.attn_softcap, backend=backend), None
+
+    x, _ = nnx.merge(block_def, layer_params)(x, rope if ropes is None or len(ropes) > 1 else ropes[0], attend)
+    return constrain(x), None
+
+  if remat != "none":
+    body = jax.checkpoint(body, policy=REMAT_POLICIES[remat], prevent_cse=False)
+  sliding = np.array(cfg.sliding_layers or (False,) * cfg.num_layers)
+  x, _ = jax.lax.scan(body, constrain(_embed(params, cfg, tokens, positions, dtype)), (params["layers"], sliding))
+  return nnx.merge(norm_def, params["final_norm"])(x)
+
+
+def masked_logits(params: Params, cfg: ModelConfig, hidden: jax.Array, masked: float) -> jax.Array:
+  """As `logits`, with `masked` at ids that do not exist."""
+  if cfg.tie_embeddings:
+    out = jnp.einsum("...D,VD->...V", hidden, params["embed"]["table"].astype(hidden.dtype), preferred_element_type=jnp.float32)
+  else:
+    out = jnp.einsum("...D,DV->...V", hidden, params["lm_head"]["kernel"].astype(hidden.dtype), preferred_element_type=jnp.float32)
+  if cfg.final_softcap is not None:
+    out = cfg.final_softcap * jnp.tanh(out / cfg.final_softcap)
+  if cfg.vocab_size < cfg.num_embeddings:
+    out = jnp.where(jnp.arange(cfg.num_embeddings) < cfg.vocab_size, out, masked)
+  return out
+
+
+def logits(params: Params, cfg: ModelConfig, hidden: jax.Array) -> jax.Array:
+  """float32 [..., V] from hidden [..., D]; either layout of params. Accumulated in float32; -inf at ids that do not exist."""
+  return masked_logits(params, cfg, hidden, -jnp.inf)
+
+
+def unstack(params: Params) -> Params:
+  """The decode layout: "layers" as a tuple of one dict per layer."""
+  num_layers = jax.tree.leaves(params["layers"])[0].shape[0]
+  layers = tuple(jax.tree.map(lambda x, i=i: x[i], params["layers"]) for i in range(num_layers))
+  return {**params, "layers": layers}
+
+
+def init_cache(cfg: ModelConfig, *, batch: int, length: int, dtype: jax.typing.DTypeLike) -> Cache:
+  """An empty cache for `batch` rows of up to `length` tokens."""
+  shape = (batch, length, cfg.num_kv_heads, cfg.head_dim)
+  return tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(cfg.num_layers))
+
+
+def _run_layers(params: Params, cfg: ModelConfig, x: jax.Array, positions: jax.Array, cache: Cache, mask: jax.Array,
+                key_positions: jax.Array, write: Callable[[jax.Array, jax.Array], jax.Array],
+                read: Callable[[jax.Array, jax.Array], jax.Array]) -> tuple[jax.Array, Cache]:
+  """The unrolled layers and the final norm over x [B, T, D].
+
+  `write(cached, new)` gives a layer's cache with the new keys or values in it; `read(cached, new)` gives what the queries look at.
+  """
+  block_def, norm_def = _graphdefs(cfg)
+  ropes = _rope_tables(cfg, positions)
+  window_mask = _within_window(cfg, mask, positions, key_positions) if any(cfg.sliding_layers) else None
+  new_cache = []
+  for i, (layer_params, layer_cache) in enumerate(zip(params["layers"], cache, strict=True)):
+    sliding = bool(cfg.sliding_layers) and cfg.sliding_layers[i]
+    layer_mask = window_mask if sliding else mask
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+      kept = write(layer_cache[0], k), write(layer_cache[1], v)
+      context = attention_lib.attention(
+        q, read(kept[0], k), read(kept[1], v), layer_mask, scale=cfg.query_scale, softcap=cfg.attn_softcap
+      )
+      return context, kept
+
+    x, kept = nnx.merge(block_def, layer_params)(x, None if ropes is None else ropes[-1 if sliding else 0], attend)
+    new_cache.append(kept)
+  return nnx.merge(norm_def, params["final_norm"])(x), tuple(new_cache)
+
+
+def prefill(params: Params, cfg: ModelConfig, tokens: jax.Array, lengths: jax.Array, cache: Cache, *,
+            dtype: jax.typing.DTypeLike) -> tuple[jax.Array, Cache]:
+  """Reads prompts into the cache.
+
+  Args:
+    params: decode layout. tokens: int32 [B, P], padded on the right. lengths: int32 [B], each in 1..P.
+    cache: of B rows and at least P slots. Slots at and beyond a row's length come out with values that mean nothing; decoding writes
+      each of them before it reads it.
+  Returns: logits f32 [B, V] after each prompt's last token, and the cache.
+  Raises: ValueError if the cache has fewer slots than P.
+  """
+  batch, num_prompt = tokens.shape
+  if cache[0][0].shape[1] < num_prompt:
+    raise ValueError(f"prompts padded to {num_prompt} tokens do not fit a cache of {cache[0][0].shape[1]} slots; lengthen the cache.")
+  positions = jnp.broadcast_to(jnp.arange(num_prompt, dtype=jnp.int32), (batch, num_prompt))
+  mask = attention_lib.segment_mask(positions, (positions < lengths[:, None]).astype(jnp.int32))
+
+  def write(cached: jax.Array, new: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice(cached, new.astype(cached.dtype), (0, 0, 0, 0))
+
+  x = _embed(params, cfg, tokens, positions, dtype)
+  x, cache = _run_layers(
+    params, cfg, x, positions, cache, mask, positions, write, lambda cached, new: new.astype(cached.dtype).astype(dtype)
+  )
+  last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
+  return logits(params, cfg, last), cache
+
+
+def decode_step(params: Params, cfg: ModelConfig, tokens: jax.Array, positions: jax.Array, cache: Cache, *,
+                dtype: jax.typing.DTypeLike, kv_length: int | None = None) -> tuple[jax.Array, Cache]:
+  """One token for every row; rows are independent.
+
+  Args:
+    params: decode layout. tokens: int32 [B]. positions: int32 [B], where each row's token stands and is written; a row whose position
+      is outside the cache writes nothing.
+    cache: as `prefill` left it; donate it, so that it is updated in place.
+    kv_length: attend to the first kv_length slots only (static); every live position must be below it.
+  Returns: logits f32 [B, V] for the next token of each row, and the cache.
+  """
+  rows = jnp.arange(tokens.shape[0])
+  num_slots = cache[0][0].shape[1]
+  num_read = num_slots if kv_length is None else min(kv_length, num_slots)
+  slots = jnp.arange(num_read, dtype=jnp.int32)[None]
+  positions = positions[:, None]
+  mask = slots[:, None, :] <= positions[:, :, None]
+
+  def write(cached: jax.Array, new: jax.Array) -> jax.Array:
+    return cached.at[rows, positions[:, 0]].set(
+      new[:, 0].astype(cached.dtype), mode="drop", indices_are_sorted=True, unique_indices=True
+    )
+
+  def read(cached: jax.Array, new: jax.Array) -> jax.Array:
+    del new
+    return cached[:, :num_read].astype(dtype)
+
+  x = _embed(params, cfg, tokens[:, None], positions, dtype)
+  x, cache = _run_layers(params, cfg, x, positions, cache, mask, slots, write, read)
+  return logits(params, cfg, x[:, 0]), cache
