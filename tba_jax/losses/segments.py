@@ -1,0 +1,134 @@
+"""Sums and means over the responses and the training groups of a batch: the only place that knows the batch's layout.
+
+Three levels, and the arrays that live on them: tokens [B, T], responses [N], groups (a [N] array in which every response carries the
+value of its group, so that nothing ever depends on how groups are numbered or ordered). Everything goes through `sequence_ids` and
+`group_ids` and counts only rows that are `valid`: the order of rows, packing, padding rows and micro-batches of whole groups cannot
+change a result beyond rounding.
+
+Means of a batch divide by the counts of the WHOLE batch (`num_responses`, `num_groups`, `num_tokens`), so the losses and metrics of
+its micro-batches add up to those of the batch. A micro-batch numbers its responses 0..N-1 and its groups below N by itself.
+
+This module knows no loss, and checks shapes only: it trusts ids to be in range.
+"""
+
+from __future__ import annotations
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from tba_jax.types import Batch
+
+
+def check_layout(log_pi: jax.Array, batch: Batch) -> None:
+  """Raises AssertionError where the arrays do not have the shapes that `types.Batch` promises (free: runs at trace time)."""
+  chex.assert_rank([log_pi, batch.rewards], [2, 1])
+  chex.assert_type([log_pi, batch.log_mu, batch.log_ref, batch.rewards], jnp.float32)
+  chex.assert_equal_shape([log_pi, batch.sequence_ids, batch.log_mu, batch.log_ref])
+  chex.assert_equal_shape([batch.rewards, batch.group_ids, batch.valid, batch.truncated, batch.weights])
+
+
+def at_tokens(values: jax.Array, batch: Batch) -> jax.Array:
+  """Gives every response token the value [N] of its response; 0 (False) at prompt and padding tokens. Returns [B, T]."""
+  return jnp.concatenate([values, jnp.zeros((1,), values.dtype)])[batch.sequence_ids]
+
+
+def token_mask(batch: Batch) -> jax.Array:
+  """True at the tokens that count: response tokens of valid responses. Returns bool [B, T]."""
+  return at_tokens(batch.valid, batch)
+
+
+def masked(values: jax.Array, batch: Batch) -> jax.Array:
+  """`values` [B, T] where a token counts and exactly 0 elsewhere, whatever (NaN included) stood there; so is its gradient."""
+  return jnp.where(token_mask(batch), values, 0.0)
+
+
+def response_sums(values: jax.Array, batch: Batch) -> jax.Array:
+  """Sums `values` [B, T] over the tokens of each response; 0 for rows that are not valid and for empty responses. Returns [N]."""
+  num = batch.rewards.shape[0]
+  flat = jax.ops.segment_sum(masked(values, batch).reshape(-1), batch.sequence_ids.reshape(-1), num_segments=num + 1)
+  return flat[:num]
+
+
+def response_lengths(batch: Batch) -> jax.Array:
+  """Counts the tokens of each response: float32 [N], 0 for rows that are not valid."""
+  return response_sums(jnp.ones(batch.sequence_ids.shape, jnp.float32), batch)
+
+
+def response_max(values: jax.Array, batch: Batch) -> jax.Array:
+  """Largest of the non-negative `values` [B, T] of each response; 0 for empty and for not valid ones. Returns [N]."""
+  num = batch.rewards.shape[0]
+  flat = jax.ops.segment_max(masked(values, batch).reshape(-1), batch.sequence_ids.reshape(-1), num_segments=num + 1)
+  return jnp.maximum(flat[:num], 0.0)
+
+
+def kept(values: jax.Array, batch: Batch) -> jax.Array:
+  """`values` [N] of the valid responses, 0 for the others (a NaN reward of a row that is not valid stays out)."""
+  return jnp.where(batch.valid, values, 0.0)
+
+
+def group_sums(values: jax.Array, batch: Batch) -> jax.Array:
+  """Sums `values` [N] over the valid rows of each group; every row carries its group's sum. Returns [N]."""
+  sums = jax.ops.segment_sum(kept(values, batch), batch.group_ids, num_segments=batch.rewards.shape[0])
+  return sums[batch.group_ids]
+
+
+def group_counts(batch: Batch) -> jax.Array:
+  """Number of valid rows of each response's group: float32 [N], 0 where a group has none."""
+  return group_sums(jnp.ones(batch.rewards.shape, jnp.float32), batch)
+
+
+def group_means(values: jax.Array, batch: Batch) -> jax.Array:
+  """Means of `values` [N] over the valid rows of each group; every row carries its group's mean. Returns [N]."""
+  return group_sums(values, batch) / jnp.maximum(group_counts(batch), 1.0)
+
+
+def group_max(values: jax.Array, batch: Batch) -> jax.Array:
+  """Largest of `values` [N] among the valid rows of each group (-inf where there is none). Returns [N]."""
+  filled = jnp.where(batch.valid, values, -jnp.inf)
+  return jax.ops.segment_max(filled, batch.group_ids, num_segments=batch.rewards.shape[0])[batch.group_ids]
+
+
+def centre(values: jax.Array, batch: Batch) -> jax.Array:
+  """Subtracts from each valid row the mean of its group's valid rows; 0 for rows that are not valid. Returns [N].
+
+  The group's smallest value is taken off first: equal values then give exactly 0 instead of the rounding of their mean (which a
+  division by their standard deviation would blow up), and a large common part costs no digits.
+  """
+  smallest = -group_max(-jax.lax.stop_gradient(values), batch)
+  shifted = kept(values - kept(smallest, batch), batch)
+  return kept(shifted - group_means(shifted, batch), batch)
+
+
+def group_stds(values: jax.Array, batch: Batch, *, num_lost: float = 0.0) -> jax.Array:
+  """Standard deviation of `values` [N] in each group, dividing by the valid count minus `num_lost` (1: the unbiased variance)."""
+  squares = group_sums(jnp.square(centre(values, batch)), batch)
+  return jnp.sqrt(squares / jnp.maximum(group_counts(batch) - num_lost, 1.0))
+
+
+def group_ranks(values: jax.Array, batch: Batch) -> jax.Array:
+  """Rank of each valid row in its group by `values` [N], 0 for the smallest; ties in the order of rows. Returns int32 [N].
+
+  Rows that are not valid rank behind all valid ones of their group.
+  """
+  num = batch.rewards.shape[0]
+  order = jnp.lexsort((jnp.where(batch.valid, values, jnp.inf), batch.group_ids))
+  rows = jax.ops.segment_sum(jnp.ones((num,), jnp.int32), batch.group_ids, num_segments=num)
+  first = jnp.cumsum(rows) - rows
+  places = jnp.zeros((num,), jnp.int32).at[order].set(jnp.arange(num, dtype=jnp.int32))
+  return places - first[batch.group_ids]
+
+
+def mean_of_responses(values: jax.Array, batch: Batch) -> jax.Array:
+  """Sum of `values` [N] over this (micro-)batch's valid rows / valid responses of the whole batch. Returns a scalar."""
+  return jnp.sum(kept(values, batch)) / jnp.maximum(batch.num_responses, 1.0)
+
+
+def mean_of_groups(values: jax.Array, batch: Batch) -> jax.Array:
+  """Mean over groups of a per-group value that every row of the group carries ([N]), by the whole batch's count. Returns a scalar."""
+  return jnp.sum(kept(values / jnp.maximum(group_counts(batch), 1.0), batch)) / jnp.maximum(batch.num_groups, 1.0)
+
+
+def mean_of_tokens(values: jax.Array, batch: Batch) -> jax.Array:
+  """Sum of `values` [B, T] over the tokens that count / such tokens of the whole batch. Returns a scalar."""
+  return jnp.sum(masked(values, batch)) / jnp.maximum(batch.num_tokens, 1.0)

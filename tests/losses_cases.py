@@ -1,0 +1,158 @@
+"""Ragged float64 responses for the tests of losses, and their layouts as padded or packed batches.
+
+A `Case` is what the oracles read: lists of numpy arrays, one a response, no padding, no layout. `lay_out` places it in a `Batch`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tba_jax.types import Batch
+
+
+@dataclasses.dataclass
+class Case:
+  log_pi: list[np.ndarray]
+  log_ref: list[np.ndarray]
+  log_mu: list[np.ndarray]
+  rewards: np.ndarray
+  groups: np.ndarray
+  valid: np.ndarray
+  truncated: np.ndarray
+  weights: np.ndarray
+
+  def members(self) -> list[np.ndarray]:
+    """Valid responses of each group that has any."""
+    found = [np.flatnonzero((self.groups == g) & self.valid) for g in np.unique(self.groups)]
+    return [m for m in found if len(m)]
+
+  @property
+  def num(self) -> int:
+    return int(self.valid.sum())
+
+
+def exact(values: np.ndarray) -> np.ndarray:
+  """Rounds to float32 and returns float64, so that the oracle and the code under test read the very same numbers."""
+  return np.asarray(values, np.float32).astype(np.float64)
+
+
+def make_case(lengths, groups, *, seed=0, rewards=None, spread=0.3, valid=None, weights=None, truncated=None) -> Case:
+  rng = np.random.default_rng(seed)
+  num = len(lengths)
+  log_pi = [exact(-rng.uniform(0.2, 3.0, n)) for n in lengths]
+  return Case(
+    log_pi=log_pi,
+    log_ref=[exact(np.minimum(x + spread * rng.normal(size=len(x)), -0.01)) for x in log_pi],
+    log_mu=[exact(np.minimum(x + spread * rng.normal(size=len(x)), -0.01)) for x in log_pi],
+    rewards=exact(rng.uniform(-1, 1, num) if rewards is None else rewards),
+    groups=np.asarray(groups, np.int32),
+    valid=np.ones(num, bool) if valid is None else np.asarray(valid, bool),
+    truncated=np.zeros(num, bool) if truncated is None else np.asarray(truncated, bool),
+    weights=np.ones(num) if weights is None else exact(weights),
+  )
+
+
+def standard_case(seed: int = 0, **kwargs) -> Case:
+  """Three groups of 4, 2 and 3 valid rows, an empty response, one row that is not valid, group-wise weights, a truncated row."""
+  lengths = [3, 1, 5, 2, 4, 6, 0, 2, 3, 4]
+  groups = [0, 0, 1, 1, 2, 2, 2, 0, 0, 1]
+  valid = [True] * 9 + [False]
+  truncated = [False, True] + [False] * 8
+  weights = np.array([1.5, 0.5, 2.0])[groups]
+  return make_case(lengths, groups, seed=seed, **(dict(valid=valid, truncated=truncated, weights=weights) | kwargs))
+
+
+def lay_out(case: Case, *, pack: bool = False, order=None, pad_responses: int = 0, pad_rows: int = 0, seed: int = 0, relabel=None):
+  """Returns (log_pi, batch, places): places[i] is the (row, slice) of response i. Everything that must not count holds garbage."""
+  rng = np.random.default_rng(seed + 1)
+  order = np.arange(len(case.log_pi)) if order is None else np.asarray(order)
+  num = len(order) + pad_responses
+  rows, places = [], {}
+  for slot, i in enumerate(order):
+    prompt = int(rng.integers(1, 4))
+    length = prompt + len(case.log_pi[i])
+    if not pack or not rows or rows[-1] + length > 24:
+      rows.append(0)
+    places[i] = (len(rows) - 1, slice(rows[-1] + prompt, rows[-1] + length), slot)
+    rows[-1] += length
+  num_rows, width = len(rows) + pad_rows, max(rows) + int(rng.integers(0, 3))
+  log_pi = np.full((num_rows, width), np.nan)
+  log_mu, log_ref = np.zeros((num_rows, width)), np.zeros((num_rows, width))
+  sequence_ids = np.full((num_rows, width), num, np.int32)
+  for i, (row, span, slot) in places.items():
+    log_pi[row, span], log_mu[row, span], log_ref[row, span] = case.log_pi[i], case.log_mu[i], case.log_ref[i]
+    sequence_ids[row, span] = slot
+
+  def per_response(values, fill, dtype):
+    return jnp.asarray(np.concatenate([values[order], np.full(pad_responses, fill)]).astype(dtype))
+
+  rewards = np.where(case.valid, case.rewards, np.nan)
+  groups = case.groups if relabel is None else np.asarray(relabel)[case.groups]
+  f32 = jnp.float32
+  zeros = jnp.zeros((num_rows, width), jnp.int32)
+  batch = Batch(
+    tokens=zeros, positions=zeros, segment_ids=zeros, sequence_ids=jnp.asarray(sequence_ids),
+    log_mu=jnp.asarray(log_mu, f32), log_ref=jnp.asarray(log_ref, f32),
+    rewards=per_response(rewards, np.nan, np.float32), group_ids=per_response(groups, 0, np.int32),
+    valid=per_response(case.valid, False, bool), truncated=per_response(case.truncated, True, bool),
+    weights=per_response(case.weights, 0.0, np.float32),
+    num_responses=f32(case.num), num_groups=f32(len(case.members())),
+    num_tokens=f32(sum(len(x) for x, v in zip(case.log_pi, case.valid) if v)),
+  )
+  return jnp.asarray(log_pi, f32), batch, {i: (row, span) for i, (row, span, _) in places.items()}
+
+
+def micro_batches(case: Case, groups_of_each, **layout):
+  """Splits a case into micro-batches of whole groups that keep the counts of the whole batch."""
+  whole = lay_out(case)[1]
+  for wanted in groups_of_each:
+    rows = np.flatnonzero(np.isin(case.groups, wanted))
+    relabel = np.zeros(int(case.groups.max()) + 1, np.int32)
+    relabel[list(wanted)] = np.arange(len(wanted))
+    log_pi, batch, places = lay_out(case, order=rows, relabel=relabel, **layout)
+    counts = {name: getattr(whole, name) for name in ("num_responses", "num_groups", "num_tokens")}
+    yield log_pi, batch._replace(**counts), places
+
+
+def run(fn, case: Case, *, beta: float, **layout):
+  """Returns (loss, gradient as one array per response, metrics), jitted; asserts that nothing else gets a gradient."""
+  log_pi, batch, places = lay_out(case, **layout)
+  return evaluate(fn, log_pi, batch, places, beta=beta)
+
+
+def evaluate(fn, log_pi, batch, places, *, beta: float):
+  (loss, metrics), grad = jax.jit(jax.value_and_grad(lambda x: fn(x, batch, beta=jnp.float32(beta)), has_aux=True))(log_pi)
+  grad = np.asarray(grad, np.float64)
+  grads = {i: grad[row, span] for i, (row, span) in places.items()}
+  total = sum(np.abs(g).sum() for g in grads.values())
+  np.testing.assert_allclose(np.abs(grad).sum(), total, rtol=1e-12)
+  return float(loss), grads, {name: float(value) for name, value in metrics.items()}
+
+
+def sums(arrays) -> np.ndarray:
+  return np.array([x.sum() for x in arrays])
+
+
+def assert_same(actual: dict, wanted: dict, *, rtol=2e-5, atol=1e-6) -> None:
+  assert actual.keys() == wanted.keys()
+  for i in wanted:
+    np.testing.assert_allclose(actual[i], wanted[i], rtol=rtol, atol=atol, err_msg=f"response {i}")
+
+
+def differentiate(value, case: Case, *, step: float = 1e-5) -> dict:
+  """Central differences of value(log_pi lists) -> float in float64, one array per response: an oracle for any gradient."""
+  grads = {}
+  for i, tokens in enumerate(case.log_pi):
+    grads[i] = np.zeros(len(tokens))
+    for t in range(len(tokens)):
+      ends = []
+      for sign in (1.0, -1.0):
+        moved = [x.copy() for x in case.log_pi]
+        moved[i][t] += sign * step
+        ends.append(value(moved))
+      grads[i][t] = (ends[0] - ends[1]) / (2 * step)
+  return grads
