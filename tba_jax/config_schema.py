@@ -1,0 +1,223 @@
+"""Every key of a config, with what it may hold: `SCHEMA` is the one list of them.
+
+Each config sets all of them, so that a default is written once, in the config file. Keys that must agree with each
+other are the business of config.py. Importing this module imports neither jax nor anything of ours.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+
+class Rule(NamedTuple):
+  """What one key may hold."""
+
+  kind: type
+  holds: Callable[[Any], bool]
+  text: str  # completes "must be ..."
+  names: tuple[str, ...] = ()  # the right ones, where only some are
+
+
+def _integer(low: int, *, or_else: str = "") -> Rule:
+  text = f"an integer of at least {low}" + (f" ({or_else})" if or_else else "")
+  return Rule(int, lambda value: low <= value < 2**62, text)
+
+
+def _number(low: float, high: float = math.inf, *, above: bool = False) -> Rule:
+  bound = f"above {low:g}" if above else f"of at least {low:g}"
+  text = f"a finite number {bound}" + (f" and at most {high:g}" if math.isfinite(high) else "")
+  return Rule(float, lambda value: math.isfinite(value) and (value > low if above else value >= low) and value <= high,
+              text)
+
+
+def _one_of(*names: str) -> Rule:
+  return Rule(str, lambda value: value in names, "one of " + ", ".join(names), names)
+
+
+_ANY_STRING = Rule(str, lambda value: True, "a string")
+_BOOLEAN = Rule(bool, lambda value: True, "true or false")
+def _ascend(value: Iterable[Any]) -> bool:
+  return all(type(v) is int for v in value) and all(a < b for a, b in zip((0, *value), value))
+
+
+_LENGTHS = Rule(tuple, lambda value: len(value) > 0 and _ascend(value), "a tuple of ascending integers, as (128,256)")
+_DTYPE = _one_of("float32", "bfloat16")
+
+SCHEMA: dict[str, Rule] = {
+  "seed": _integer(0),
+  "task": _one_of("arithmetic", "gsm8k"),
+  # Folder, .gguf file, Hugging Face name or package:NAME; "": a new model of model.architecture.
+  "model.path": _ANY_STRING,
+  "data.path": _ANY_STRING,  # folder with train.jsonl and test.jsonl; "": the task's own source
+  # Supervised fine-tuning before the first TBA update.
+  "sft.steps": _integer(0, or_else="0: no fine-tuning"),
+  "sft.batch_size": _integer(1),
+  "sft.learning_rate": _number(0, above=True),
+  "sft.warmup_steps": _integer(0),
+  "sft.num_examples": _integer(1),
+  # Optimizer steps of TBA. A step draws prompts_per_step x responses_per_prompt (K) rows.
+  "train.steps": _integer(1),
+  "train.prompts_per_step": _integer(1),
+  "train.responses_per_prompt": _integer(1),
+  "train.learning_rate": _number(0, above=True),
+  "train.schedule": _one_of("constant", "linear", "cosine", "wsd"),
+  "train.warmup_steps": _integer(0),
+  "train.stable_steps": _integer(0),
+  "train.decay_steps": _integer(0),
+  "train.clip_norm": _number(0, above=True),
+  "train.weight_decay": _number(0),
+  "train.b1": _number(0, 0.9999),
+  "train.b2": _number(0, 0.999999),
+  "train.eps": _number(0, above=True),
+  "train.micro_batches": _integer(1),
+  "train.remat": _one_of("none", "dots", "full"),
+  "train.head_chunk_tokens": _integer(1),
+  "train.length_buckets": _LENGTHS,
+  "train.param_dtype": _one_of("float32"),  # a bfloat16 master copy rounds most updates of 1e-5 away
+  "train.compute_dtype": _DTYPE,
+  "train.max_nonfinite_in_row": _integer(1),
+  # Searchers sample responses_per_prompt (S) per prompt occurrence.
+  "sample.responses_per_prompt": _integer(1),
+  "sample.max_prompt_tokens": _integer(1),
+  "sample.max_new_tokens": _integer(1),
+  "sample.temperature": _number(0, above=True),
+  "sample.slots": _integer(1),
+  "sample.chunk_tokens": _integer(1),
+  "sample.dtype": _DTYPE,
+  "sample.truncated": _one_of("score", "zero", "mask"),
+  "sample.in_flight": _BOOLEAN,  # true: new weights between decode chunks; false: between groups
+  "loss.name": _ANY_STRING,
+  "loss.beta_init": _number(0),
+  "loss.beta_final": _number(0),
+  "loss.beta_decay_steps": _integer(0),
+  "buffer.capacity": _integer(1),  # responses
+  "buffer.capacity_per_prompt": _integer(1),
+  "buffer.recent_fraction": _number(0, 1),  # the paper's m
+  "buffer.priority": _one_of("uniform", "reward", "residual"),
+  "buffer.priority_temperature": _number(0, above=True),
+  "buffer.fill_responses": _integer(0),  # in the buffer before the first step
+  "buffer.dedup": _BOOLEAN,
+  "buffer.max_uses": _integer(0, or_else="0: no limit"),
+  "buffer.max_staleness": _integer(-1, or_else="-1: no limit"),
+  "sync.every_steps": _integer(1),  # the paper's k
+  "sync.max_lead_steps": _integer(-1, or_else="-1: searchers run free"),  # steps' worth of groups not drawn yet
+  "devices.trainer": _integer(0, or_else="0: automatic"),
+  "devices.searchers": _integer(0, or_else="0: automatic"),
+  "devices.per_searcher": _integer(0, or_else="0: automatic"),
+  "devices.share": _BOOLEAN,
+  "runtime.mode": _one_of("async", "lockstep", "sync"),
+  "runtime.backend": _one_of("local", "ray"),
+  "runtime.lag": _integer(-1, or_else="-1: the draw of TBA"),
+  "runtime.searcher_restarts": _integer(0),
+  "runtime.stop_timeout_secs": _number(0, above=True),
+  "eval.every_steps": _integer(0, or_else="0: only before and after"),
+  "eval.size": _integer(0, or_else="0: the whole split"),
+  "checkpoint.every_steps": _integer(0, or_else="0: only at the end and when stopped"),
+  "checkpoint.keep": _integer(1),
+  "log.rollouts_per_step": _integer(0),
+}
+
+# 1 for 1.0 and a list for a tuple mean the same; True for 1 does not.
+_STANDS_FOR = {float: (float, int), tuple: (tuple, list)}
+
+# Of a new model; needed only while model.path is empty.
+ARCHITECTURE: dict[str, Rule] = {
+  "hidden_size": _integer(1),
+  "num_layers": _integer(1),
+  "num_heads": _integer(1),
+  "num_kv_heads": _integer(1),
+  "head_dim": _integer(2),
+  "mlp_size": _integer(1),
+  "tie_embeddings": _BOOLEAN,
+  "rope_theta": _number(0, above=True),
+  "norm_eps": _number(0, above=True),
+}
+
+TASK_ARGS: dict[str, dict[str, Rule]] = {
+  "arithmetic": {
+    "num_train_prompts": _integer(1),
+    "sft_share_with_work": _number(0, 1),
+  },
+  "gsm8k": {
+    "prompt_format": _ANY_STRING,
+  },
+}
+
+# What a resumed run may change: nothing that the numbers of a run depend on.
+FREE_ON_RESUME = ("log.", "checkpoint.keep", "runtime.stop_timeout_secs")
+
+
+# --- Names ---
+
+
+def nearest(name: str, names: Iterable[str], *, known: str = "known are") -> str:
+  """The end of an error line about an unknown name: the nearest right one, or all of them."""
+  names = sorted(names)
+  close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+  if close:
+    return f"; did you mean {close[0]}?"
+  return f"; {known} {', '.join(names) or 'none'}"
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+  """{"train.steps": 3, ...} of a nested mapping or ConfigDict. An empty section leaves nothing."""
+  flat = {}
+  for key, value in config.items():
+    if isinstance(value, Mapping) or hasattr(value, "to_dict"):
+      flat.update(flatten(value, f"{prefix}{key}."))
+    else:
+      flat[prefix + key] = value
+  return flat
+
+
+def unknown_key(name: str, names: Iterable[str]) -> str | None:
+  """The error line for a dotted key, or None if it is a key or a section of keys."""
+  names = list(names)
+  if name in names or any(other.startswith(name + ".") for other in names):
+    return None
+  # The nearest is looked for where the mistake is: for a wrong section among sections, for a wrong leaf among its siblings.
+  parts = name.split(".")
+  for depth, part in enumerate(parts):
+    start = "".join(f"{parent}." for parent in parts[:depth])
+    siblings = {other[len(start) :].split(".")[0] for other in names if other.startswith(start)}
+    if siblings and part not in siblings:
+      rest = "".join(f".{leaf}" for leaf in parts[depth + 1 :])
+      close = difflib.get_close_matches(part, siblings, n=3)
+      full = next((sibling + rest for sibling in close if start + sibling + rest in names), close[0] if close else None)
+      hint = f"did you mean {start}{full}?" if full else f"known are {', '.join(start + s for s in sorted(siblings))}"
+      return f"{name} is not a key of this config; {hint}"
+  return f"{name} is not a key of this config; {'.'.join(parts[:-1])} is a single value"
+
+
+def _rules(flat: Mapping[str, Any]) -> dict[str, Rule]:
+  """The rules for this config: those of every config, of its task, and of a new model if it makes one."""
+  rules = dict(SCHEMA)
+  task = flat.get("task")
+  if isinstance(task, str):
+    rules.update({f"task_args.{key}": rule for key, rule in TASK_ARGS.get(task, {}).items()})
+  if not flat.get("model.path") or any(name.startswith("model.architecture.") for name in flat):
+    rules.update({f"model.architecture.{key}": rule for key, rule in ARCHITECTURE.items()})
+  return rules
+
+
+def check_keys(flat: Mapping[str, Any]) -> dict[str, str]:
+  """Wrong names and values one by one: {key: error line}."""
+  rules, problems = _rules(flat), {}
+  for name in flat:
+    line = unknown_key(name, rules)
+    if line:
+      problems[name] = line
+  for name, rule in rules.items():
+    if name not in flat:
+      problems[name] = f"{name} is missing: every config sets every key; it must be {rule.text}"
+      continue
+    value = flat[name]
+    if type(value) not in _STANDS_FOR.get(rule.kind, (rule.kind,)):
+      problems[name] = f"{name}={value!r} must be {rule.text}"
+    elif not rule.holds(value):
+      close = difflib.get_close_matches(value, rule.names, n=1) if rule.names else ()
+      problems[name] = f"{name}={value!r} must be {rule.text}" + (f"; did you mean {close[0]}?" if close else "")
+  return problems
