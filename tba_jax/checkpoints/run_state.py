@@ -1,0 +1,171 @@
+"""One atomic checkpoint of a run, by orbax: what the optimizer, the searchers, the buffer and the counters need to go on as if unbroken.
+
+Under `<workdir>/checkpoints/<step>/`: `train` (TrainState), `published` (the weights that searchers held, when they were not the trainer's
+newest), `buffer` (live rows of the replay buffer) and `meta` (ledger, random generators, counters; JSON). Beside the steps,
+`<workdir>/initial/` holds the parameters of version 0, which are the reference policy, and `<workdir>/model/` the model's
+config.json and tokenizer, so that a workdir can be resumed and exported without the folder that the model came from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+from typing import Any
+
+from absl import logging
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+from tba_jax.types import TrainState
+
+_EMPTY = "empty_arrays"  # orbax refuses arrays of size 0; their shapes travel in the meta item
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+  """A run between two optimizer steps. `published` is None when the searchers hold the weights of `train_state` itself."""
+
+  step: int
+  train_state: TrainState
+  published: Any
+  buffer: dict[str, np.ndarray]
+  meta: dict[str, Any]
+
+
+class _LastAndBest(ocp.checkpoint_managers.PreservationPolicy):
+  """Keeps the newest `keep` steps and the one that was evaluated best."""
+
+  def __init__(self, keep: int):
+    self.keep, self.best_step = keep, None
+
+  def should_preserve(self, checkpoints, *, context):
+    del context
+    newest = {info.step for info in sorted(checkpoints, key=lambda info: info.step)[-self.keep:]}
+    return [info.step in newest or info.step == self.best_step for info in checkpoints]
+
+
+class RunState:
+  """Saves and restores the checkpoints of one workdir; saving goes on in the background while training continues."""
+
+  def __init__(self, workdir: str | os.PathLike, *, keep: int):
+    self.workdir = pathlib.Path(workdir).resolve()
+    self._policy = _LastAndBest(keep)
+    self._manager = ocp.CheckpointManager(
+        self.workdir / "checkpoints",
+        options=ocp.CheckpointManagerOptions(preservation_policy=self._policy, enable_async_checkpointing=True, create=True),
+    )
+    self._copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
+
+  def save(self, snapshot: Snapshot, *, wait: bool = False) -> None:
+    """Writes one step; it counts only when all of it is on disk. Raises what the previous background write failed with."""
+    self._manager.wait_until_finished()
+    self._manager.check_for_errors()
+    if snapshot.step in self._manager.all_steps():
+      return
+    arrays = {name: array for name, array in snapshot.buffer.items() if array.size}
+    empty = {name: [list(a.shape), str(a.dtype)] for name, a in snapshot.buffer.items() if not a.size}
+    meta = {**snapshot.meta, _EMPTY: empty, "step": snapshot.step, "has_published": snapshot.published is not None}
+    # On CPU orbax would read the trainer's own buffers from a background thread while the next step overwrites them.
+    items = {"train": ocp.args.StandardSave(self._copy(snapshot.train_state)), "meta": ocp.args.JsonSave(meta)}
+    if arrays:
+      items["buffer"] = ocp.args.StandardSave(arrays)
+    if snapshot.published is not None:
+      items["published"] = ocp.args.StandardSave(snapshot.published)
+    self._manager.save(snapshot.step, args=ocp.args.Composite(**items))
+    if wait:
+      self.join()
+
+  def restore(self, train_state: TrainState, published: Any) -> Snapshot | None:
+    """The newest readable step, or None where there is none; a step that cannot be read is reported and the one before it tried.
+
+    Args: shapes, dtypes and shardings (ShapeDtypeStruct trees) of the train state and of one searcher's weights.
+    Raises: RuntimeError if there are steps and none can be read.
+    """
+    steps = sorted(self._manager.all_steps(), reverse=True)
+    for step in steps:
+      try:
+        return self._restore_step(step, train_state, published)
+      except Exception as error:  # whatever a damaged file makes orbax raise: the step before it may be whole
+        logging.error("checkpoint of step %d cannot be read (%s: %s); trying the one before", step, type(error).__name__,
+                      str(error).splitlines()[0] if str(error) else "")
+    if steps:
+      raise RuntimeError(f"{self.workdir}/checkpoints: none of the steps {steps} can be read; restore them from a copy, or start "
+                         "in a new workdir")
+    return None
+
+  def _restore_step(self, step: int, train_state: TrainState, published: Any) -> Snapshot:
+    meta = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+    items = {"train": ocp.args.StandardRestore(train_state)}
+    if meta["has_published"]:
+      items["published"] = ocp.args.StandardRestore(published)
+    if (pathlib.Path(self._manager.directory) / str(step) / "buffer").exists():
+      items["buffer"] = ocp.args.StandardRestore()
+    got = self._manager.restore(step, args=ocp.args.Composite(**items))
+    buffer = {name: np.asarray(array) for name, array in (got.get("buffer") or {}).items()}
+    for name, (shape, dtype) in meta.pop(_EMPTY).items():
+      buffer[name] = np.zeros(shape, dtype)
+    return Snapshot(step, TrainState(*got["train"]), got.get("published"), buffer, meta)
+
+  def drop_steps_after(self, step: int) -> None:
+    """Removes steps newer than the one resumed from, which could not be read."""
+    for newer in [s for s in self._manager.all_steps() if s > step]:
+      self._manager.delete(newer)
+
+  def mark_best(self, step: int) -> None:
+    """From now on the checkpoint of `step` outlives the retention of the newest."""
+    self._policy.best_step = step
+
+  def join(self) -> None:
+    """Waits until the last save is on disk; raises what it failed with."""
+    self._manager.wait_until_finished()
+    self._manager.check_for_errors()
+
+  def close(self) -> None:
+    self._manager.close()
+
+  def has_initial(self) -> bool:
+    return (self.workdir / "initial").is_dir()
+
+  def save_initial(self, params: Any) -> None:
+    """Writes the parameters of version 0. Atomic: the folder appears only when whole."""
+    with ocp.StandardCheckpointer() as saver:
+      saver.save(self.workdir / "initial", params)
+
+  def load_initial(self, params: Any) -> Any:
+    """Reads what `save_initial` wrote, placed as the ShapeDtypeStruct tree `params` says."""
+    with ocp.StandardCheckpointer() as loader:
+      return loader.restore(self.workdir / "initial", params)
+
+
+def load_params(workdir: str | os.PathLike, abstract_params: Any, *, step: int | None = None) -> tuple[int, Any]:
+  """Only the trained parameters of one step (default: the newest), while the run that writes the workdir may go on.
+
+  Raises: ValueError if the workdir has no such step.
+  """
+  folder = pathlib.Path(workdir).resolve() / "checkpoints"
+  with ocp.CheckpointManager(folder, options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
+    steps = sorted(manager.all_steps()) if folder.is_dir() else []
+    if not steps:
+      raise ValueError(f"{workdir}: no checkpoint there; train first, or give the workdir of a run")
+    if step is not None and step not in steps:
+      raise ValueError(f"step={step}: {workdir} has no such checkpoint; it has {steps}")
+    chosen = steps[-1] if step is None else step
+  target = {"params": abstract_params}
+  with ocp.PyTreeCheckpointer() as reader:
+    got = reader.restore(folder / str(chosen) / "train", args=ocp.args.PyTreeRestore(
+        item=target, partial_restore=True, restore_args=ocp.checkpoint_utils.construct_restore_args(target)))
+  return chosen, got["params"]
+
+
+def save_json_atomic(path: pathlib.Path, value: Any) -> None:
+  """Writes JSON so that a reader sees the old file or the new one, whole."""
+  temporary = path.with_name(path.name + ".tmp")
+  with open(temporary, "w") as f:
+    json.dump(value, f, indent=2, sort_keys=True)
+    f.flush()
+    os.fsync(f.fileno())
+  os.replace(temporary, path)
