@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tba_jax.types import Batch
 
 MESH_AXES = ("data", "fsdp", "tensor")
+
+# Fields of a Batch that are [B, T]; the others are per response, or counts.
+PER_TOKEN_FIELDS = ("tokens", "positions", "segment_ids", "sequence_ids", "log_mu", "log_ref")
 
 LOGICAL_TO_MESH: dict[str | None, str | tuple[str, ...] | None] = {
   "batch": ("data", "fsdp"),
@@ -142,24 +145,18 @@ def batch_sharding(mesh: Mesh) -> Batch:
   """A Batch of NamedShardings: rows of the [B, T] arrays are split over "data" and "fsdp", what is per response is on every device."""
   rows = NamedSharding(mesh, PartitionSpec(LOGICAL_TO_MESH["batch"], None))
   everywhere = NamedSharding(mesh, PartitionSpec())
-  per_token = ("tokens", "positions", "segment_ids", "sequence_ids", "log_mu", "log_ref")
-  return Batch(**{name: rows if name in per_token else everywhere for name in Batch._fields})
+  return Batch(**{name: rows if name in PER_TOKEN_FIELDS else everywhere for name in Batch._fields})
 
 
-def constrain(x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
-  """Pins `x` to the mesh that the caller traces under (`jax.set_mesh` or `use_abstract_mesh`), by logical axes; as it is without a mesh.
+def activation_constraint(mesh: Mesh | None) -> Callable[[jax.Array], jax.Array] | None:
+  """Pins activations [B, T, D] to the rows' devices, whole in T and D; None without a mesh.
 
-  Dimensions that the mesh does not divide are left to the compiler.
+  With it the compiler gathers weights layer by layer (FSDP); left alone it may split the model width of activations instead.
   """
-  mesh = jax.sharding.get_abstract_mesh()
-  if mesh.empty:
-    return x
-  specs = []
-  for axis, size in zip(axes, x.shape, strict=True):
-    mesh_axis = LOGICAL_TO_MESH[axis]
-    divides = mesh_axis is not None and size % _axis_size(mesh_axis, mesh) == 0
-    specs.append(mesh_axis if divides else PartitionSpec.UNCONSTRAINED if mesh_axis is not None else None)
-  return jax.lax.with_sharding_constraint(x, PartitionSpec(*specs))
+  if mesh is None:
+    return None
+  rows = NamedSharding(mesh, PartitionSpec(LOGICAL_TO_MESH["batch"], None, None))
+  return lambda x: jax.lax.with_sharding_constraint(x, rows)
 
 
 def split_devices(

@@ -1,0 +1,398 @@
+"""One optimizer step as one jitted function, and the schedules that feed it.
+
+    log_pi = token_logprobs(params, batch);   loss, metrics = loss_fn(log_pi, batch, beta=beta);   params <- optimizer
+
+Nothing here knows which loss it trains, and nothing asks the host anything: a step is dispatched and the caller reads metrics when it
+wants. A step with a loss or gradient that is not finite leaves params, optimizer state and version as they were.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tba_jax import sharding
+from tba_jax.losses import diagnostics
+from tba_jax.losses.registry import LossFn
+from tba_jax.models import transformer
+from tba_jax.models.heads import token_logprobs
+from tba_jax.models.variants import ModelConfig
+from tba_jax.types import Batch, TrainState
+
+SCHEDULES = ("constant", "linear", "cosine", "wsd")
+OPTIMIZERS = ("adamw", "adafactor", "sgd")
+DECAYED_LEAVES = ("kernel", "table")
+
+Metrics = dict[str, jax.Array]
+
+
+class Optimizer(NamedTuple):
+  """An optax transformation with the schedule that it follows (which the step reports)."""
+
+  init: Callable[[Any], Any]
+  update: Callable[..., tuple[Any, Any]]
+  schedule: Callable[[Any], Any]
+
+
+def make_schedule(
+  name: str, *, learning_rate: float, warmup_steps: int = 0, stable_steps: int = 0, decay_steps: int = 0
+) -> Callable[[Any], jax.Array]:
+  """Learning rate as a function of the updates applied so far (0 before the first), by the update it is for, u = count + 1.
+
+      u <= warmup: learning_rate u / warmup;   then learning_rate;   then decay to 0 at u = warmup + stable + decay, and 0 after
+
+  The first update already learns, and the last of a full decay does not (the order of the paper's code, which steps its scheduler
+  before its optimizer).
+
+  Args:
+    name: "constant" (after the warmup), "linear" or "cosine" (decay right after the warmup), "wsd" (warmup, stable, linear decay).
+    learning_rate: the highest.
+    warmup_steps, stable_steps, decay_steps: lengths in applied updates. A run may stop before the decay ends, as the paper's 700-step
+      GSM8K run does (50 / 350 / 600).
+  Raises: ValueError for an unknown name, a rate that is not positive, a negative length, or a length that the schedule does not use.
+  """
+  if name not in SCHEDULES:
+    raise ValueError(f"schedule {name!r} is unknown; choose one of {', '.join(SCHEDULES)}.")
+  if not (math.isfinite(learning_rate) and learning_rate > 0):
+    raise ValueError(f"learning_rate={learning_rate} must be a positive number.")
+  lengths = {"warmup_steps": warmup_steps, "stable_steps": stable_steps, "decay_steps": decay_steps}
+  for length_name, value in lengths.items():
+    if value < 0:
+      raise ValueError(f"{length_name}={value} must not be negative.")
+  if stable_steps and name != "wsd":
+    raise ValueError(f"stable_steps={stable_steps} means nothing to schedule {name!r}; set it to 0, or choose 'wsd'.")
+  if (decay_steps > 0) != (name != "constant"):
+    rule = "it must be 0" if name == "constant" else "it must be at least 1"
+    raise ValueError(f"decay_steps={decay_steps} does not suit schedule {name!r}: {rule}.")
+
+  def schedule(count: Any) -> jax.Array:
+    update = jnp.asarray(count, jnp.float32) + 1.0
+    warm = jnp.minimum(update / max(warmup_steps, 1), 1.0) if warmup_steps else jnp.float32(1.0)
+    if name == "constant":
+      return learning_rate * warm
+    done = jnp.clip((update - warmup_steps - stable_steps) / decay_steps, 0.0, 1.0)
+    left = 0.5 * (1.0 + jnp.cos(jnp.pi * done)) if name == "cosine" else 1.0 - done
+    return learning_rate * warm * left
+
+  return schedule
+
+
+def beta_at(update: int, *, beta_init: float, beta_final: float, beta_decay_steps: int) -> float:
+  """KL temperature of one update: linear from beta_init, beta_final from update `beta_decay_steps` on.
+
+      u < beta_decay_steps: beta_final f + beta_init (1 - f), f = (u - 1) / beta_decay_steps;   else beta_final
+
+  As in the paper's code, the last step of the way down is a small jump. It goes by applied updates, so that a skipped one is retried
+  at the same beta.
+
+  Args:
+    update: number of the update, from 1.
+    beta_init, beta_final: reward units per nat.
+    beta_decay_steps: 0 or 1: beta_final always.
+  """
+  if update >= beta_decay_steps:
+    return beta_final
+  fraction = (update - 1) / beta_decay_steps
+  return beta_final * fraction + beta_init * (1.0 - fraction)
+
+
+def make_optimizer(
+  name: str = "adamw",
+  *,
+  schedule: Callable[[Any], Any],
+  clip_norm: float,
+  weight_decay: float = 0.0,
+  b1: float = 0.9,
+  b2: float = 0.99,
+  eps: float = 1e-8,
+) -> Optimizer:
+  """Clipping by global norm, then the named optimizer.
+
+  Args:
+    name: "adamw"; "adafactor" (factored second moments, no first: a fraction of the memory; b1, b2 and eps do not apply); "sgd" (plain).
+    schedule: learning rate by applied updates.
+    clip_norm: largest global norm of the gradient; it is scaled down to this, over all parameters alike.
+    weight_decay: per unit of learning rate; only of matrices and tables. Norm scales and biases go undecayed, by name: their leaves are
+      stacked over layers, so their rank does not tell them apart.
+    b1, b2, eps: of Adam.
+  Raises: ValueError for an unknown name, a clip_norm that is not positive, or weight decay asked of sgd.
+  """
+  if name not in OPTIMIZERS:
+    raise ValueError(f"optimizer {name!r} is unknown; choose one of {', '.join(OPTIMIZERS)}.")
+  if not clip_norm > 0:
+    raise ValueError(f"clip_norm={clip_norm} must be positive; use inf for no clipping.")
+  if name == "sgd":
+    if weight_decay:
+      raise ValueError(f"weight_decay={weight_decay} is not part of optimizer 'sgd'; set it to 0.")
+    rule = optax.sgd(schedule)
+  elif name == "adamw":
+    rule = optax.adamw(schedule, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decay_mask)
+  else:
+    # optax adds the decay after scaling by the learning rate, so it is not per unit of learning rate there: chained by hand.
+    rule = optax.chain(
+      optax.adafactor(None, multiply_by_parameter_scale=False, clipping_threshold=1.0),
+      optax.add_decayed_weights(-weight_decay, mask=decay_mask),
+      optax.scale_by_schedule(schedule),
+    )
+  transform = optax.chain(optax.clip_by_global_norm(clip_norm), rule) if math.isfinite(clip_norm) else rule
+  return Optimizer(transform.init, transform.update, schedule)
+
+
+def decay_mask(params: Any) -> Any:
+  """True for the leaves that weight decay applies to: matrices and tables, by the last name of their path."""
+  return jax.tree_util.tree_map_with_path(lambda path, _: sharding.path_name(path[-1:]) in DECAYED_LEAVES, params)
+
+
+def init_train_state(params: Any, optimizer: Optimizer, *, mesh: Mesh | None = None) -> TrainState:
+  """State before the first update, on the devices of `params` (or on `mesh`): float32 parameters, optimizer state beside them.
+
+  The state takes the parameters over: a train step donates them, so whoever else needs them (a reference, a searcher) makes a copy
+  first.
+
+  Args:
+    params: parameter tree of jax arrays, all on one device or all laid out on one mesh; with `mesh`, anything that can be put there.
+    optimizer: from `make_optimizer`.
+    mesh: lay the parameters out on this mesh by the rules of `tba_jax.sharding`.
+  """
+  if mesh is not None:
+    params = jax.device_put(params, sharding.param_shardings(params, mesh))
+  layout = jax.tree.map(lambda leaf: leaf.sharding, params)
+  create = functools.partial(_fresh_state, optimizer=optimizer)
+  abstract = jax.eval_shape(create, params)
+  if isinstance(jax.tree.leaves(layout)[0], NamedSharding):
+    out = sharding.state_shardings(abstract, params, layout, jax.tree.leaves(layout)[0].mesh)
+  else:
+    out = jax.tree.map(lambda _: jax.tree.leaves(layout)[0], abstract)
+  # Parameters pass by outside jit, which would hold two copies of them for a moment. device_put copies nothing here: it commits them to
+  # where they are, without which the second step would be compiled again.
+  float32 = jax.tree.map(lambda leaf, where: jax.device_put(leaf.astype(jnp.float32), where), params, layout)
+  rest = jax.jit(lambda p: create(p)._replace(params=None), out_shardings=out._replace(params=None))(float32)
+  return rest._replace(params=float32)
+
+
+def _fresh_state(params: Any, *, optimizer: Optimizer) -> TrainState:
+  params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
+  return TrainState(params, optimizer.init(params), jnp.int32(0), jnp.int32(0), jnp.int32(0))
+
+
+def make_scorer(
+  cfg: ModelConfig, *, temperature: float, dtype: Any, chunk_tokens: int, backend: str = "xla", mesh: Mesh | None = None
+) -> Callable[[Any, jax.Array, jax.Array, jax.Array], jax.Array]:
+  """Jitted `score(params, tokens, positions, segment_ids) -> log_p` float32 [B, T]: the train step's log_pi, without a gradient.
+
+  Entry t is log p(token t | tokens < t of its segment) at `temperature` over the full vocabulary; the first of a segment and padding
+  are 0. It runs where its arguments are; give `mesh` if that is more than one device. `backend`: see `models.attention`.
+  """
+
+  @jax.jit
+  def score(params: Any, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array) -> jax.Array:
+    return token_logprobs(
+      params, cfg, tokens, positions, segment_ids, temperature=temperature, dtype=dtype, chunk_tokens=chunk_tokens, backend=backend,
+      constrain=sharding.activation_constraint(mesh),
+    )[0]
+
+  return score
+
+
+def make_train_step(
+  cfg: ModelConfig,
+  loss_fn: LossFn,
+  optimizer: Optimizer,
+  *,
+  temperature: float,
+  compute_dtype: Any,
+  remat: str,
+  micro_batches: int,
+  chunk_tokens: int,
+  whole_groups_per_micro_batch: bool = False,
+  backend: str = "xla",
+  mesh: Mesh | None = None,
+) -> Callable[[TrainState, Batch, Any], tuple[TrainState, Metrics]]:
+  """Jitted `step(state, batch, beta) -> (state, metrics)`; the state is donated, beta is a float32 scalar.
+
+  It runs on the state's device, or on `mesh`; no global default is read, so steps of other threads on other devices go on beside it.
+  The batch may be numpy. Its rows must be a multiple of micro_batches x data x fsdp (see `collate`).
+
+  Args:
+    cfg: the model.
+    loss_fn: (log_pi [B, T], batch, beta=) -> (loss, metrics), normalised by the batch's own counts.
+    optimizer: from `make_optimizer`.
+    temperature: of log_pi; the same as of log_ref.
+    compute_dtype: of activations and matrix products; parameters, log-probabilities and losses are float32.
+    remat: what the backward pass computes again, by the model's name for it.
+    micro_batches: parts that the rows are split into, one after another, to save activation memory. The result does not depend on it.
+    chunk_tokens: positions whose logits exist at once.
+    whole_groups_per_micro_batch: the caller's word that no group has rows in two micro-batches. Each part is then one forward and one
+      backward pass. Otherwise the step runs forward twice: all of log_pi first, then backward with the whole batch's coefficients
+      dloss / dlog_pi, which is exact for any loss.
+    backend: of attention, see `models.attention`.
+    mesh: from `sharding.make_mesh`.
+  Metrics: loss; grad_norm before clipping; param_norm after, and update_norm of, the update (0 if skipped); learning_rate; beta; entropy
+    (nats, mean over response tokens of valid responses); skipped (1 if loss or gradient norm was not finite); and the loss's own.
+  """
+  if micro_batches < 1:
+    raise ValueError(f"micro_batches={micro_batches} must be at least 1.")
+
+  def score(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    return token_logprobs(
+      params, cfg, batch.tokens, batch.positions, batch.segment_ids, temperature=temperature, dtype=compute_dtype, remat=remat,
+      chunk_tokens=chunk_tokens, backend=backend, constrain=sharding.activation_constraint(mesh),
+    )
+
+  gradients = functools.partial(
+    _gradients,
+    score=score,
+    loss_fn=loss_fn,
+    micro_batches=micro_batches,
+    one_pass=micro_batches == 1 or whole_groups_per_micro_batch,
+    constrain_grads=_grad_constraint(mesh),
+    mesh=mesh,
+  )
+
+  def step(state: TrainState, batch: Batch, beta: Any) -> tuple[TrainState, Metrics]:
+    beta = jnp.asarray(beta, jnp.float32)
+    grads, metrics = gradients(state.params, batch, beta)
+    return _apply(state, grads, metrics | {"beta": beta}, optimizer)
+
+  if mesh is None:
+    return jax.jit(step, donate_argnums=0)
+  abstract = jax.eval_shape(
+    functools.partial(_fresh_state, optimizer=optimizer), transformer.abstract_params(cfg, jnp.float32)
+  )
+  params_out = sharding.param_shardings(abstract.params, mesh)
+  state_out = sharding.state_shardings(abstract, abstract.params, params_out, mesh)
+  replicated = NamedSharding(mesh, PartitionSpec())
+  return jax.jit(
+    step,
+    donate_argnums=0,
+    in_shardings=(state_out, sharding.batch_sharding(mesh), replicated),
+    out_shardings=(state_out, replicated),
+  )
+
+
+def _gradients(
+  params: Any,
+  batch: Batch,
+  beta: jax.Array,
+  *,
+  score: Callable[[Any, Batch], tuple[jax.Array, jax.Array]],
+  loss_fn: LossFn,
+  micro_batches: int,
+  one_pass: bool,
+  constrain_grads: Callable[[Any], Any],
+  mesh: Mesh | None,
+) -> tuple[Any, Metrics]:
+  """Gradient of the whole batch's loss with respect to the parameters, and the loss, entropy and metrics of the loss."""
+
+  def part_loss(params: Any, part: Batch) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    log_pi, entropy = score(params, part)
+    return loss_fn(log_pi, part, beta=beta)[0], (log_pi, entropy)
+
+  def weighted(params: Any, part: Batch, coefficients: jax.Array) -> jax.Array:
+    return jnp.sum(score(params, part)[0] * coefficients)
+
+  if micro_batches == 1:
+    grads, (log_pi, entropy) = jax.grad(part_loss, has_aux=True)(params, batch)
+  else:
+    parts = split_rows(batch, micro_batches, mesh)
+    zeros = constrain_grads(jax.tree.map(jnp.zeros_like, params))
+    add = lambda total, grads: constrain_grads(jax.tree.map(jnp.add, total, grads))
+    if one_pass:
+
+      def both(total: Any, part: Batch) -> tuple[Any, tuple[jax.Array, jax.Array]]:
+        grads, scores = jax.grad(part_loss, has_aux=True)(params, part)
+        return add(total, grads), scores
+
+      grads, scores = jax.lax.scan(both, zeros, parts)
+    else:
+      scores = jax.lax.map(lambda part: score(params, part), parts)
+      all_log_pi = scores[0].reshape(batch.tokens.shape)
+      coefficients = jax.grad(lambda log_pi: loss_fn(log_pi, batch, beta=beta)[0])(all_log_pi)
+      coefficients = _split(coefficients, micro_batches, mesh)
+
+      def backward(total: Any, part_and_coefficients: tuple[Batch, jax.Array]) -> tuple[Any, None]:
+        return add(total, jax.grad(weighted)(params, *part_and_coefficients)), None
+
+      grads, _ = jax.lax.scan(backward, zeros, (parts, coefficients))
+    log_pi, entropy = (values.reshape(batch.tokens.shape) for values in scores)
+  # Metrics need not add up over parts (maxima, quantiles): they are taken once, of the whole batch, which costs no pass of the model.
+  loss, metrics = loss_fn(log_pi, batch, beta=beta)
+  return constrain_grads(grads), {
+    **diagnostics.finish_metrics(metrics),
+    "loss": loss,
+    "entropy": _mean_over_response_tokens(entropy, batch),
+  }
+
+
+def split_rows(batch: Batch, micro_batches: int, mesh: Mesh | None = None) -> Batch:
+  """The batch as `micro_batches` runs of consecutive rows, on a new leading axis of every array.
+
+  A response is valid only in the part that holds its tokens, so that losses of parts add up; counts remain those of the whole batch.
+  Raises: ValueError if the rows do not split evenly over micro-batches and devices.
+  """
+  num_rows, num_responses = batch.tokens.shape[0], batch.rewards.shape[0]
+  shards = sharding.num_batch_shards(mesh)
+  if num_rows % (micro_batches * shards):
+    raise ValueError(
+      f"a batch of {num_rows} rows does not split into micro_batches={micro_batches} over {shards} devices; collate it with "
+      f"row_multiple={micro_batches * shards}."
+    )
+  per_token = sharding.PER_TOKEN_FIELDS
+  parts = {name: _split(getattr(batch, name), micro_batches, mesh) for name in per_token}
+  repeat = lambda x: jnp.broadcast_to(x, (micro_batches, *jnp.shape(x)))
+  owners = parts["sequence_ids"].reshape(micro_batches, -1)
+  present = jax.vmap(lambda ids: jnp.zeros(num_responses + 1, bool).at[ids].set(True)[:num_responses])(owners)
+  rest = {name: repeat(getattr(batch, name)) for name in Batch._fields if name not in per_token}
+  return Batch(**parts, **{**rest, "valid": rest["valid"] & present})
+
+
+def _split(rows: jax.Array, micro_batches: int, mesh: Mesh | None) -> jax.Array:
+  """[B, T] -> [M, B / M, T], each part spread over all devices of the mesh."""
+  parts = rows.reshape(micro_batches, rows.shape[0] // micro_batches, *rows.shape[1:])
+  if mesh is None:
+    return parts
+  spec = PartitionSpec(None, sharding.LOGICAL_TO_MESH["batch"])
+  return jax.lax.with_sharding_constraint(parts, NamedSharding(mesh, spec))
+
+
+def _grad_constraint(mesh: Mesh | None) -> Callable[[Any], Any]:
+  """Gradients are laid out like parameters, so they are reduced into shards instead of being held whole on every device."""
+  if mesh is None:
+    return lambda grads: grads
+  return lambda grads: jax.lax.with_sharding_constraint(grads, sharding.param_shardings(grads, mesh))
+
+
+def _apply(state: TrainState, grads: Any, metrics: Metrics, optimizer: Optimizer) -> tuple[TrainState, Metrics]:
+  """The update, or the old state if loss or gradient norm is not finite. Selected by value: no branch, no word to the host."""
+  grad_norm = optax.global_norm(grads)
+  finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(grad_norm)
+  keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+  updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+  params = keep(optax.apply_updates(state.params, updates), state.params)
+  applied = finite.astype(jnp.int32)
+  metrics = metrics | {
+    "grad_norm": grad_norm,
+    "param_norm": optax.global_norm(params),
+    "update_norm": jnp.where(finite, optax.global_norm(updates), 0.0),
+    "learning_rate": jnp.asarray(optimizer.schedule(state.version), jnp.float32),
+    "skipped": 1.0 - finite.astype(jnp.float32),
+  }
+  return TrainState(
+    params=params,
+    opt_state=keep(opt_state, state.opt_state),
+    version=state.version + applied,
+    steps=state.steps + 1,
+    skipped_in_row=(state.skipped_in_row + 1) * (1 - applied),
+  ), metrics
+
+
+def _mean_over_response_tokens(values: jax.Array, batch: Batch) -> jax.Array:
+  counted = jnp.concatenate([batch.valid, jnp.zeros(1, bool)])[batch.sequence_ids]
+  return jnp.sum(jnp.where(counted, values, 0.0)) / jnp.maximum(batch.num_tokens, 1.0)
