@@ -1,0 +1,259 @@
+"""The device side of sampling: pure functions that prefill prompts, place samples in slots and decode a chunk of tokens.
+
+A slot is a row of a fixed batch. What is sampled in a slot depends on the weights, the prompt and the sample's key alone: rows never
+mix, and the noise of token i of a sample is a function of (key, i). The engine (engine.py) owns the host side: queues, which slot
+holds what, and when to call what is here. Nothing here keeps state or moves data to the host.
+
+The model's cache is a tuple over layers of {"k", "v"}: [batch, kv heads, length, head width].
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tba_jax.models import transformer
+from tba_jax.models.variants import ModelConfig
+
+KEY_IMPL = "threefry2x32"  # rbg's draws depend on the slot under vmap; threefry's do not
+_BATCH_AXES = ("data", "fsdp")
+
+
+class DecodeState(NamedTuple):
+  """Everything that decoding reads and writes for B slots. Donated to `insert` and `decode_chunk`."""
+
+  cache: Any  # [B, kv heads, length, head width] per layer
+  tokens: jax.Array  # int32 [B], the last token sampled; its keys and values are not in the cache yet
+  log_mu: jax.Array  # float32 [B], of that token
+  positions: jax.Array  # int32 [B], where that token belongs in the cache
+  counts: jax.Array  # int32 [B], tokens sampled so far
+  limits: jax.Array  # int32 [B], counts at which the row ends without a stop token
+  live: jax.Array  # bool [B]
+  keys: jax.Array  # uint32 [B, 2]
+  temperatures: jax.Array  # float32 [B], 0 = greedy
+
+
+class ChunkOutput(NamedTuple):
+  """What the host learns from a chunk of n tokens. Row 0 of `tokens` and `log_mu` is what was pending when the chunk began."""
+
+  tokens: jax.Array  # int32 [n + 1, B]
+  log_mu: jax.Array  # float32 [n + 1, B]
+  counts: jax.Array  # int32 [B], after the chunk
+  live: jax.Array  # bool [B], after the chunk
+
+
+class Admission(NamedTuple):
+  """What to place in each of B slots; entries of slots that are not admitted mean nothing."""
+
+  admitted: np.ndarray  # bool [B]
+  sources: np.ndarray  # int32 [B], row of the prefilled prompts
+  lengths: np.ndarray  # int32 [B], tokens of the prompt
+  limits: np.ndarray  # int32 [B]
+  keys: np.ndarray  # uint32 [B, 2]
+  temperatures: np.ndarray  # float32 [B]
+
+
+class SlotShardings(NamedTuple):
+  """How the slots lie on a mesh: rows over the batch axes, kv heads over `tensor`. Hashable, a static argument of the programs."""
+
+  rows: NamedSharding
+  cache: NamedSharding
+
+
+def slot_shardings(mesh: Mesh, cfg: ModelConfig) -> SlotShardings:
+  """Rows over the mesh axes `data` and `fsdp`; kv heads over `tensor` if it divides them, else every tensor device holds all of them."""
+  batch_axes = tuple(axis for axis in _BATCH_AXES if axis in mesh.axis_names)
+  num_tensor = mesh.shape.get("tensor", 1)
+  heads = "tensor" if num_tensor > 1 and cfg.num_kv_heads % num_tensor == 0 else None
+  return SlotShardings(
+      rows=NamedSharding(mesh, PartitionSpec(batch_axes)), cache=NamedSharding(mesh, PartitionSpec(batch_axes, heads))
+  )
+
+
+def init_state(cfg: ModelConfig, *, slots: int, cache_tokens: int, dtype: Any) -> DecodeState:
+  """State of `slots` dead rows."""
+  rows = functools.partial(jnp.zeros, (slots,))
+  return DecodeState(
+      cache=transformer.init_cache(cfg, batch=slots, length=cache_tokens, dtype=dtype),
+      tokens=rows(jnp.int32),
+      log_mu=rows(jnp.float32),
+      positions=rows(jnp.int32),
+      counts=rows(jnp.int32),
+      limits=rows(jnp.int32),
+      live=rows(bool),
+      keys=jnp.zeros((slots, 2), jnp.uint32),
+      temperatures=rows(jnp.float32),
+  )
+
+
+def constrain(state: DecodeState, shardings: SlotShardings | None) -> DecodeState:
+  """Pins the state to its place, so that what a program returns can be donated to the next one. On one device there is nothing to do."""
+  if shardings is None:
+    return state
+  rows = jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, shardings.rows), state._replace(cache=None))
+  return rows._replace(cache=jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, shardings.cache), state.cache))
+
+
+def sample_tokens(
+    logits: jax.Array, keys: jax.Array, indices: jax.Array, temperatures: jax.Array, *, log_mu_temperature: float
+) -> tuple[jax.Array, jax.Array]:
+  """One token a row: argmax of logits / temperature + Gumbel noise, which is a draw from softmax(logits / temperature).
+
+  Args:
+    logits: float32 [B, V]; ids that must not be sampled are -inf.
+    keys: uint32 [B, 2], threefry key of each row's sample.
+    indices: int32 [B], index of the token within its response. The noise is a function of (key, index) and of nothing else.
+    temperatures: float32 [B]; 0 takes the argmax of the logits, without noise.
+    log_mu_temperature: the run's temperature.
+  Returns:
+    tokens int32 [B]; float32 [B], their log-probabilities under the full vocabulary at `log_mu_temperature`: what was sampled from
+    where the row's temperature is the run's.
+  """
+  greedy = temperatures <= 0
+
+  def noise(key: jax.Array, index: jax.Array) -> jax.Array:
+    key = jax.random.fold_in(jax.random.wrap_key_data(key, impl=KEY_IMPL), index)
+    return jax.random.gumbel(key, (logits.shape[-1],), jnp.float32)
+
+  scores = logits / jnp.where(greedy, 1.0, temperatures)[:, None] + jax.vmap(noise)(keys, indices)
+  tokens = jnp.argmax(jnp.where(greedy[:, None], logits, scores), axis=-1).astype(jnp.int32)
+  log_p = logits / log_mu_temperature
+  chosen = jnp.take_along_axis(log_p, tokens[:, None], axis=-1)[:, 0]
+  return tokens, chosen - jax.nn.logsumexp(log_p, axis=-1)
+
+
+def _ends(tokens: jax.Array, counts: jax.Array, limits: jax.Array, stop_ids: tuple[int, ...]) -> jax.Array:
+  stopped = jnp.isin(tokens, jnp.array(stop_ids, jnp.int32)) if stop_ids else jnp.zeros(tokens.shape, bool)
+  return stopped | (counts >= limits)
+
+
+@functools.partial(jax.jit, static_argnames=("cfg", "dtype", "shardings"))
+def prefill(
+    params: Any, tokens: jax.Array, lengths: jax.Array, *, cfg: ModelConfig, dtype: Any, shardings: SlotShardings | None
+) -> tuple[jax.Array, Any]:
+  """Runs N right-padded prompts. tokens int32 [N, P], lengths int32 [N] >= 1.
+
+  Returns: logits float32 [N, V] after each prompt's last token; a cache of length P, of which row i is meaningful below lengths[i].
+  """
+  num_prompts, length = tokens.shape
+  cache = transformer.init_cache(cfg, batch=num_prompts, length=length, dtype=dtype)
+  logits, cache = transformer.prefill(params, cfg, tokens, lengths, cache, dtype=dtype)
+  if shardings is not None:  # every batch shard may need any prompt, so the prompts' rows are whole everywhere
+    by_heads = NamedSharding(shardings.cache.mesh, PartitionSpec(None, *shardings.cache.spec[1:]))
+    cache = jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, by_heads), cache)
+    logits = jax.lax.with_sharding_constraint(logits, NamedSharding(shardings.rows.mesh, PartitionSpec()))
+  return logits, cache
+
+
+@functools.partial(jax.jit, static_argnames=("stop_ids", "log_mu_temperature", "shardings"), donate_argnames=("state",))
+def insert(
+    state: DecodeState,
+    logits: jax.Array,
+    prefix: Any,
+    admission: Admission,
+    *,
+    stop_ids: tuple[int, ...],
+    log_mu_temperature: float,
+    shardings: SlotShardings | None,
+) -> DecodeState:
+  """Copies prefilled prompts (`logits` and `prefix` of `prefill`) into the admitted slots and samples their first tokens."""
+  slots = state.tokens.shape[0]
+  sources = admission.sources
+  # A slot that is not admitted writes beyond the end, where it is dropped; each writes elsewhere, so that indices are unique.
+  rows = jnp.arange(slots)
+  destinations = jnp.where(admission.admitted, rows, rows + slots)
+
+  def place(old: jax.Array, new: jax.Array) -> jax.Array:
+    return old.at[destinations, :, : new.shape[2]].set(new[sources], mode="drop", unique_indices=True)
+
+  tokens, log_mu = sample_tokens(
+      logits[sources],
+      admission.keys,
+      jnp.zeros_like(sources),
+      admission.temperatures,
+      log_mu_temperature=log_mu_temperature,
+  )
+  counts = jnp.ones_like(sources)
+  fresh = DecodeState(
+      cache=None,
+      tokens=tokens,
+      log_mu=log_mu,
+      positions=admission.lengths,
+      counts=counts,
+      limits=admission.limits,
+      live=~_ends(tokens, counts, admission.limits, stop_ids),
+      keys=admission.keys,
+      temperatures=admission.temperatures,
+  )
+
+  def choose(new: jax.Array, old: jax.Array) -> jax.Array:
+    return jnp.where(admission.admitted.reshape(slots, *[1] * (old.ndim - 1)), new, old)
+
+  merged = jax.tree.map(choose, fresh, state._replace(cache=None))
+  return constrain(merged._replace(cache=jax.tree.map(place, state.cache, prefix)), shardings)
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("cfg", "num_tokens", "kv_length", "stop_ids", "log_mu_temperature", "dtype", "shardings"),
+    donate_argnames=("state",),
+)
+def decode_chunk(
+    params: Any,
+    state: DecodeState,
+    *,
+    cfg: ModelConfig,
+    num_tokens: int,
+    kv_length: int,
+    stop_ids: tuple[int, ...],
+    log_mu_temperature: float,
+    dtype: Any,
+    shardings: SlotShardings | None,
+) -> tuple[DecodeState, ChunkOutput]:
+  """Decodes up to `num_tokens` tokens in every live row, in one loop on the device that ends early when no row lives.
+
+  Only the first `kv_length` cache entries are read; the caller vouches that no live row needs more. They are cut out once per chunk
+  and put back at its end: cutting inside each step makes XLA:CPU copy them there, which costs more than it saves.
+  """
+  full_cache = state.cache
+  cache_tokens = jax.tree.leaves(full_cache)[0].shape[2]
+  if kv_length < cache_tokens:
+    state = state._replace(cache=jax.tree.map(lambda leaf: leaf[:, :, :kv_length], full_cache))
+  slots = state.tokens.shape[0]
+  tokens = jnp.zeros((num_tokens + 1, slots), jnp.int32).at[0].set(state.tokens)
+  log_mu = jnp.zeros((num_tokens + 1, slots), jnp.float32).at[0].set(state.log_mu)
+
+  def step(carry: tuple[jax.Array, DecodeState, jax.Array, jax.Array]) -> tuple[jax.Array, DecodeState, jax.Array, jax.Array]:
+    index, state, tokens, log_mu = carry
+    live = state.live
+    # A dead row computes along, at entry 0 of its own slot, where the next prompt will be written over it.
+    positions = jnp.where(live, state.positions, 0)
+    logits, cache = transformer.decode_step(params, cfg, state.tokens, positions, state.cache, dtype=dtype)
+    sampled, sampled_log_mu = sample_tokens(
+        logits, state.keys, state.counts, state.temperatures, log_mu_temperature=log_mu_temperature
+    )
+    counts = state.counts + live
+    state = state._replace(
+        cache=cache,
+        tokens=jnp.where(live, sampled, state.tokens),
+        log_mu=jnp.where(live, sampled_log_mu, state.log_mu),
+        positions=positions + live,
+        counts=counts,
+        live=live & ~_ends(sampled, counts, state.limits, stop_ids),
+    )
+    return index + 1, state, tokens.at[index + 1].set(state.tokens), log_mu.at[index + 1].set(state.log_mu)
+
+  def proceed(carry: tuple[jax.Array, DecodeState, jax.Array, jax.Array]) -> jax.Array:
+    return (carry[0] < num_tokens) & jnp.any(carry[1].live)
+
+  _, state, tokens, log_mu = jax.lax.while_loop(proceed, step, (jnp.int32(0), state, tokens, log_mu))
+  if kv_length < cache_tokens:
+    cache = jax.tree.map(lambda full, part: jax.lax.dynamic_update_slice(full, part, (0, 0, 0, 0)), full_cache, state.cache)
+    state = state._replace(cache=cache)
+  state = constrain(state, shardings)
+  return state, ChunkOutput(tokens=tokens, log_mu=log_mu, counts=state.counts, live=state.live)
