@@ -1,0 +1,235 @@
+"""What is measured over a run: who was busy when, how stale the trained rows were, how long each side waited.
+
+Nothing here decides anything: the numbers go to metrics.py. All classes may be used from several threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tba_jax.metrics import to_json_line
+
+TIMELINE_FILE = "timeline.jsonl"
+
+
+# --- Timeline ---
+
+
+class Span(NamedTuple):
+  """A stretch of time in which an actor did one kind of thing; seconds on the timeline's clock."""
+
+  actor: str
+  kind: str
+  start_secs: float
+  end_secs: float
+
+
+class Timeline:
+  """Records spans and appends each, once it ends, to workdir/timeline.jsonl.
+
+  The file's times are seconds since 1970, advanced by a clock that never steps back, so that a resumed run continues
+  it. Questions are answered from the spans of this process; one that is still open counts up to now.
+  """
+
+  def __init__(self, workdir: str | os.PathLike[str] | None, *, clock: Callable[[], float] = time.monotonic):
+    """`workdir` None: keep the spans in memory only."""
+    self._clock = clock
+    self._epoch_secs = time.time() - clock()
+    self._lock = threading.Lock()
+    self._spans: list[Span] = []
+    self._open: dict[int, Span] = {}  # by a number of its own, with end_secs still unknown
+    self._num_opened = 0
+    self._file = None
+    if workdir is not None:
+      path = pathlib.Path(workdir) / TIMELINE_FILE
+      path.parent.mkdir(parents=True, exist_ok=True)
+      _end_torn_line(path)
+      self._file = open(path, "a", encoding="utf-8", newline="\n")
+
+  @contextlib.contextmanager
+  def span(self, actor: str, kind: str, **more: Any) -> Iterator[None]:
+    """Records the time inside; also when the body raises. `more` goes to the file only."""
+    with self._lock:
+      number = self._num_opened
+      self._num_opened += 1
+      start_secs = self._clock()
+      self._open[number] = Span(actor, kind, start_secs, np.inf)
+    try:
+      yield
+    finally:
+      with self._lock:
+        done = self._open.pop(number)._replace(end_secs=self._clock())
+        self._spans.append(done)
+        if self._file is not None and not self._file.closed:
+          start, end = self._epoch_secs + done.start_secs, self._epoch_secs + done.end_secs
+          self._file.write(to_json_line({"actor": actor, "kind": kind, "start_secs": start, "end_secs": end, **more}))
+          self._file.flush()
+
+  def intervals(self, actors: Collection[str], kinds: Collection[str]) -> np.ndarray:
+    """Times [N, 2] (start, end) at which any of the actors did any of the kinds: disjoint and ascending."""
+    with self._lock:
+      now = self._clock()
+      chosen = [(span.start_secs, min(span.end_secs, now)) for span in (*self._spans, *self._open.values())
+                if span.actor in actors and span.kind in kinds]
+    return union(np.array(chosen, np.float64).reshape(-1, 2))
+
+  def busy_secs(self, actors: Collection[str], kinds: Collection[str]) -> float:
+    """Seconds in which at least one of the actors did one of the kinds."""
+    return total_secs(self.intervals(actors, kinds))
+
+  def busy_overlap(
+    self, actor: str, kinds: Collection[str], *, other_actors: Collection[str], other_kinds: Collection[str]
+  ) -> float:
+    """Share of the actor's busy time in which any other actor was busy too; NaN if the actor never was.
+
+    For "searchers decode during half of the trainer's busy time":
+    `busy_overlap("trainer", {"step"}, other_actors={"searcher0", "searcher1"}, other_kinds={"decode"}) >= 0.5`.
+    """
+    own, others = self.intervals((actor,), kinds), self.intervals(other_actors, other_kinds)
+    busy = total_secs(own)
+    return total_secs(intersection(own, others)) / busy if busy > 0 else float("nan")
+
+  def close(self) -> None:
+    """Ends the file. Spans that end later are still kept in memory."""
+    with self._lock:
+      if self._file is not None:
+        self._file.close()
+
+
+def _end_torn_line(path: pathlib.Path) -> None:
+  """Cuts what a killed process left after the last newline, or its half line would spoil the next one."""
+  if not path.exists():
+    return
+  with open(path, "r+b") as file:
+    content = file.read()
+    file.truncate(content.rfind(b"\n") + 1)
+
+
+def union(intervals: np.ndarray) -> np.ndarray:
+  """The same times as disjoint, ascending intervals [M, 2]; touching ones are joined, empty ones dropped."""
+  intervals = intervals[intervals[:, 1] > intervals[:, 0]]
+  if not len(intervals):
+    return np.zeros((0, 2))
+  intervals = intervals[np.argsort(intervals[:, 0], kind="stable")]
+  reach = np.maximum.accumulate(intervals[:, 1])
+  first = np.concatenate([[True], intervals[1:, 0] > reach[:-1]])
+  last = np.concatenate([first[1:], [True]])
+  return np.stack([intervals[first, 0], reach[last]], axis=1)
+
+
+def intersection(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+  """Times [M, 2] in both; a and b are disjoint and ascending as `union` returns them."""
+  found = []
+  i = j = 0
+  while i < len(a) and j < len(b):
+    start, end = max(a[i, 0], b[j, 0]), min(a[i, 1], b[j, 1])
+    if start < end:
+      found.append((start, end))
+    if a[i, 1] < b[j, 1]:
+      i += 1
+    else:
+      j += 1
+  return np.array(found, np.float64).reshape(-1, 2)
+
+
+def total_secs(intervals: np.ndarray) -> float:
+  """Length of disjoint intervals."""
+  return float(np.sum(intervals[:, 1] - intervals[:, 0]))
+
+
+# --- Staleness and waits ---
+
+
+class StalenessStats:
+  """Exact histogram of the staleness (optimizer updates) of every response trained on."""
+
+  def __init__(self):
+    self._counts: Counter[int] = Counter()
+    self._lock = threading.Lock()
+
+  def add(self, staleness: np.ndarray) -> None:
+    """Counts the responses of one step: integers >= 0, of any shape."""
+    staleness = np.asarray(staleness)
+    assert np.issubdtype(staleness.dtype, np.integer) and (staleness >= 0).all(), staleness
+    values, counts = np.unique(staleness, return_counts=True)
+    with self._lock:
+      self._counts.update(dict(zip(values.tolist(), counts.tolist())))
+
+  def summary(self) -> dict[str, float]:
+    """{"staleness_mean", "staleness_p95", "staleness_max"}; p95 is the least s that 95% of responses do not exceed.
+
+    NaN where nothing was trained.
+    """
+    with self._lock:
+      values = np.array(sorted(self._counts), np.int64)
+      counts = np.array([self._counts[value] for value in values.tolist()], np.int64)
+    if not len(values):
+      return {key: float("nan") for key in ("staleness_mean", "staleness_p95", "staleness_max")}
+    # In integers: 0.95 n in floating point can land above a count that is exactly 95%.
+    p95 = values[np.argmax(100 * np.cumsum(counts) >= 95 * counts.sum())]
+    return {
+      "staleness_mean": float((values * counts).sum() / counts.sum()),
+      "staleness_p95": float(p95),
+      "staleness_max": float(values[-1]),
+    }
+
+  def state_dict(self) -> dict[str, list[int]]:
+    """JSON-able; `load_state_dict` continues from it."""
+    with self._lock:
+      values = sorted(self._counts)
+      return {"values": values, "counts": [self._counts[value] for value in values]}
+
+  def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    with self._lock:
+      self._counts = Counter({int(value): int(count) for value, count in zip(state["values"], state["counts"])})
+
+
+class WaitMeter:
+  """Seconds each side waited for the other; those of several searchers add up. An open wait counts up to now."""
+
+  def __init__(self, *, clock: Callable[[], float] = time.monotonic):
+    self._clock = clock
+    self._secs: Counter[str] = Counter()
+    self._open: dict[int, tuple[str, float]] = {}
+    self._num_opened = 0
+    self._lock = threading.Lock()
+
+  @contextlib.contextmanager
+  def waiting(self, side: str) -> Iterator[None]:
+    """Counts the time inside; also when the body raises."""
+    with self._lock:
+      number = self._num_opened
+      self._num_opened += 1
+      self._open[number] = (side, self._clock())
+    try:
+      yield
+    finally:
+      with self._lock:
+        _, began_secs = self._open.pop(number)
+        self._secs[side] += self._clock() - began_secs
+
+  def seconds(self, side: str) -> float:
+    with self._lock:
+      now = self._clock()
+      return float(self._secs[side] + sum(now - began for other, began in self._open.values() if other == side))
+
+  def state_dict(self) -> dict[str, float]:
+    """JSON-able; `load_state_dict` continues from it. Waits that are still open are included up to now."""
+    with self._lock:
+      now, total = self._clock(), Counter(self._secs)
+      for side, began_secs in self._open.values():
+        total[side] += now - began_secs
+      return dict(total)
+
+  def load_state_dict(self, state: Mapping[str, float]) -> None:
+    with self._lock:
+      self._secs = Counter({side: float(secs) for side, secs in state.items()})

@@ -1,0 +1,301 @@
+"""What a run leaves to read: metrics.jsonl, TensorBoard events, rollouts, the progress line, results.
+
+Every file is JSON lines, flushed line by line: a killed process loses at most the line it was writing, and a torn
+last line is dropped by the next reader. JSON is strict: a value that is not finite is written as the string "NaN",
+"Infinity" or "-Infinity". What is measured over time (who was busy when, staleness, waits) lives in meters.py.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import pathlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TextIO
+
+import numpy as np
+
+METRICS_FILE = "metrics.jsonl"
+RESULTS_FILE = "results.json"
+
+# The keys that every results.json holds; a task may add its own.
+RESULT_KEYS = (
+  "accuracy_before", "accuracy_after", "eval_size", "wall_seconds", "train_seconds", "steps", "rollouts",
+  "rollouts_per_second", "trained_tokens", "trained_tokens_per_second", "generated_tokens", "staleness_mean",
+  "staleness_p95", "staleness_max", "trainer_wait_seconds", "searcher_wait_seconds", "logprob_gap_max", "seed", "mode",
+  "loss",
+)
+
+
+# --- Files ---
+
+
+def plain(value: Any) -> Any:
+  """The value as strict JSON can hold it: numpy and jax scalars as numbers, what is not finite as a string."""
+  if isinstance(value, Mapping):
+    return {str(key): plain(item) for key, item in value.items()}
+  if isinstance(value, (list, tuple)):
+    return [plain(item) for item in value]
+  if value is None or isinstance(value, (str, bool, int)):
+    return value
+  if not isinstance(value, float):
+    return plain(np.asarray(value).tolist())
+  if math.isfinite(value):
+    return value
+  return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def to_json_line(record: Mapping[str, Any]) -> str:
+  """One line of strict JSON, readable in any language, with its newline."""
+  return json.dumps(plain(record), ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def write_atomic(path: str | os.PathLike[str], text: str) -> None:
+  """Writes a file whole or not at all, also when the machine stops in between."""
+  path = pathlib.Path(path)
+  temporary = path.with_name(path.name + ".tmp")
+  # backslashreplace: half of a surrogate pair in sampled text becomes its JSON escape instead of an error.
+  with open(temporary, "w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
+    file.write(text)
+    file.flush()
+    os.fsync(file.fileno())
+  os.replace(temporary, path)
+
+
+def read_jsonl(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+  """Records of a file of JSON lines. A torn last line (no newline, or cut within) is left out.
+
+  Raises:
+    ValueError: any other line that is no JSON object, with file and line number.
+  """
+  with open(path, encoding="utf-8", errors="replace", newline="\n") as file:
+    for number, line in enumerate(file, start=1):
+      if not line.endswith("\n"):
+        return
+      try:
+        record = json.loads(line)
+      except json.JSONDecodeError as error:
+        raise ValueError(f"{path}, line {number}: not JSON ({error}); delete the line") from None
+      if not isinstance(record, dict):
+        raise ValueError(f"{path}, line {number}: {line.strip()[:40]} is not a JSON object; delete the line")
+      yield record
+
+
+class JsonLines:
+  """Appends records to a file, each flushed; on opening, cuts what lies beyond the step that the run resumes from."""
+
+  def __init__(self, path: str | os.PathLike[str], *, resume_step: int):
+    """`resume_step`: last step that stands; -1 for a run that starts anew, which empties the file."""
+    self._path = pathlib.Path(path)
+    self._path.parent.mkdir(parents=True, exist_ok=True)
+    if self._path.exists():
+      kept = [record for record in read_jsonl(self._path) if record["step"] <= resume_step]
+      write_atomic(self._path, "".join(map(to_json_line, kept)))
+    self._file = open(self._path, "a", encoding="utf-8", errors="backslashreplace", newline="\n")
+    self._lock = threading.Lock()
+
+  def write(self, record: Mapping[str, Any]) -> None:
+    line = to_json_line(record)
+    with self._lock:
+      self._file.write(line)
+      self._file.flush()
+
+  def close(self) -> None:
+    with self._lock:
+      self._file.close()
+
+
+class MetricsWriter:
+  """The one writer of scalars: metrics.jsonl and events in workdir/tensorboard. Safe from several threads."""
+
+  def __init__(self, workdir: str | os.PathLike[str], *, resume_step: int):
+    """`resume_step`: of the checkpoint that the run goes on from, -1 if none. Later lines and events are dropped."""
+    import tensorboardX
+
+    workdir = pathlib.Path(workdir)
+    self._lines = JsonLines(workdir / METRICS_FILE, resume_step=resume_step)
+    # With a purge step TensorBoard hides the events of earlier files from that step on.
+    self._events = tensorboardX.SummaryWriter(str(workdir / "tensorboard"), purge_step=resume_step + 1)
+    self._lock = threading.Lock()
+
+  def write(self, step: int, scalars: Mapping[str, Any]) -> None:
+    """Writes {"step", "wall_time" (seconds since 1970), ...scalars} and the finite numbers among them as events."""
+    now = time.time()
+    scalars = {key: plain(value) for key, value in scalars.items()}
+    self._lines.write({"step": int(step), "wall_time": now, **scalars})
+    with self._lock:
+      for key, value in scalars.items():
+        if isinstance(value, (int, float)):
+          self._events.add_scalar(key, value, global_step=int(step), walltime=now)
+      self._events.flush()
+
+  def close(self) -> None:
+    self._lines.close()
+    with self._lock:
+      self._events.close()
+
+
+class RolloutLog:
+  """Sampled rollouts for people to read: workdir/rollouts/<kind>.jsonl, one a line, prompt and response as text."""
+
+  def __init__(self, workdir: str | os.PathLike[str], *, resume_step: int):
+    self._folder = pathlib.Path(workdir) / "rollouts"
+    self._folder.mkdir(parents=True, exist_ok=True)
+    self._resume_step = resume_step
+    self._lock = threading.Lock()
+    # Every file is cut now, also those whose kind this run does not write again.
+    self._files = {path.stem: self._open(path.stem) for path in sorted(self._folder.glob("*.jsonl"))}
+
+  def _open(self, kind: str) -> JsonLines:
+    return JsonLines(self._folder / f"{kind}.jsonl", resume_step=self._resume_step)
+
+  def write(
+    self, step: int, *, prompt: str, response: str, reward: float, version: int, num_prompt_tokens: int,
+    num_response_tokens: int, truncated: bool, kind: str = "train", **more: Any,
+  ) -> None:
+    """Appends one rollout. `version` is that of its oldest token; `kind` names the file (train, eval, ...)."""
+    with self._lock:
+      if kind not in self._files:
+        self._files[kind] = self._open(kind)
+    self._files[kind].write({
+      "step": int(step), "reward": reward, "version": version, "num_prompt_tokens": num_prompt_tokens,
+      "num_response_tokens": num_response_tokens, "truncated": truncated, **more, "prompt": prompt, "response":
+      response, })
+
+  def close(self) -> None:
+    with self._lock:
+      for file in self._files.values():
+        file.close()
+
+
+# --- Progress ---
+
+
+class Progress:
+  """One live line in a terminal; elsewhere a plain line every few seconds and at the last step. Prints messages too."""
+
+  def __init__(
+    self, num_steps: int, *, start_step: int = 0, stream: TextIO | None = None, interval_secs: float = 5.0,
+    clock: Callable[[], float] = time.monotonic,
+  ):
+    """`num_steps`: of the whole run; `start_step`: done before this process began."""
+    self._num_steps, self._start_step, self._interval_secs = num_steps, start_step, interval_secs
+    self._stream, self._clock = stream or sys.stderr, clock
+    self._began_secs = clock()
+    self._last_secs = -math.inf
+    self._lock = threading.Lock()
+    self._live = None
+    if self._stream.isatty():
+      import rich.console
+      import rich.live
+
+      self._live = rich.live.Live(console=rich.console.Console(file=self._stream), refresh_per_second=4)
+      self._live.start()
+
+  def update(
+    self, step: int, *, reward: float, accuracy: float, loss: float, staleness: float,
+    trained_tokens_per_second: float, generated_tokens_per_second: float,
+  ) -> None:
+    """Shows the state after `step` steps; `accuracy` is the last one evaluated (NaN: not yet)."""
+    text = (
+      f"step {step}/{self._num_steps}  reward {_short(reward)}  accuracy {_short(accuracy)}  loss {_short(loss)}  "
+      f"staleness {_short(staleness)}  tok/s trained {_short(trained_tokens_per_second)} "
+      f"sampled {_short(generated_tokens_per_second)}  ETA {self._eta(step)}"
+    )
+    with self._lock:
+      now = self._clock()
+      if self._live is not None:
+        import rich.text
+
+        # Cropped, not wrapped: a second line would scroll the terminal at every update.
+        self._live.update(rich.text.Text(text, no_wrap=True, overflow="ellipsis"))
+      elif step >= self._num_steps or now - self._last_secs >= self._interval_secs:
+        self._last_secs = now
+        print(text, file=self._stream, flush=True)
+
+  def message(self, text: str) -> None:
+    """Prints a line of its own, above the live one."""
+    with self._lock:
+      if self._live is not None:
+        self._live.console.print(text, markup=False, highlight=False)
+      else:
+        print(text, file=self._stream, flush=True)
+
+  def close(self) -> None:
+    with self._lock:
+      if self._live is not None:
+        self._live.stop()
+
+  def _eta(self, step: int) -> str:
+    done = step - self._start_step
+    if done <= 0:
+      return "?"
+    return format_secs((self._num_steps - step) * (self._clock() - self._began_secs) / done)
+
+
+def _short(value: float) -> str:
+  if math.isnan(value):
+    return "-"
+  return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def format_secs(secs: float) -> str:
+  """1:02:03 or 2:03."""
+  minutes, secs = divmod(max(0, round(secs)), 60)
+  hours, minutes = divmod(minutes, 60)
+  return f"{hours}:{minutes:02}:{secs:02}" if hours else f"{minutes}:{secs:02}"
+
+
+# --- Results ---
+
+
+def write_results(workdir: str | os.PathLike[str], results: Mapping[str, Any]) -> None:
+  """Writes workdir/results.json, whole or not at all.
+
+  Raises:
+    ValueError: a key of RESULT_KEYS is missing.
+  """
+  missing = [key for key in RESULT_KEYS if key not in results]
+  if missing:
+    raise ValueError(f"results lack {', '.join(missing)}; every run must report them")
+  write_atomic(pathlib.Path(workdir) / RESULTS_FILE, json.dumps(plain(results), indent=2, allow_nan=False) + "\n")
+
+
+def results_table(results: Mapping[str, Any]) -> str:
+  """The table that a run ends in, as text."""
+  import rich.box
+  import rich.console
+  import rich.table
+
+  def number(key: str, form: str) -> str:
+    value = results[key]
+    return "-" if value is None or not math.isfinite(value) else format(value, form)
+
+  before, after, size = (results[key] for key in ("accuracy_before", "accuracy_after", "eval_size"))
+  known = all(value is not None and math.isfinite(value) for value in (before, after))
+  gain = f" ({100 * (after - before):+.1f} points)" if known else ""
+  rows: Sequence[tuple[str, str]] = (
+    (f"held-out accuracy before ({size} problems)", number("accuracy_before", ".1%")),
+    ("held-out accuracy after", number("accuracy_after", ".1%") + gain),
+    ("wall-clock", f"{format_secs(results['wall_seconds'])} (of it training {format_secs(results['train_seconds'])})"),
+    ("steps", number("steps", ",")),
+    ("rollouts per second", f"{number('rollouts_per_second', '.2f')} ({number('rollouts', ',')} rollouts)"),
+    ("trained tokens per second",
+     f"{number('trained_tokens_per_second', ',.0f')} ({number('trained_tokens', ',')} tokens)"),
+    ("staleness mean / p95 / max (updates)",
+     " / ".join((number("staleness_mean", ".2f"), number("staleness_p95", "g"), number("staleness_max", "g")))),
+    ("trainer waited (s)", number("trainer_wait_seconds", ".1f")),
+    ("searchers waited (s, summed)", number("searcher_wait_seconds", ".1f")),
+  )
+  title = f"{results['loss']}, {results['mode']}, seed {results['seed']}"
+  table = rich.table.Table("", "value", title=title, box=rich.box.ASCII, title_justify="left")
+  for row in rows:
+    table.add_row(*row)
+  text = io.StringIO()
+  rich.console.Console(file=text, width=100, no_color=True).print(table)
+  return text.getvalue()
