@@ -18,6 +18,7 @@ import gguf
 import numpy as np
 
 from tba_jax.checkpoints import gguf_tokenizer
+from tba_jax.checkpoints.stored import StoredTensor
 from tba_jax.tokenizer import Tokenizer
 
 _QUANT_TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
@@ -55,19 +56,11 @@ _LLAMA3_ROPE = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor
 
 
 @dataclasses.dataclass(frozen=True)
-class GgufTensor:
-  """One tensor under its Hugging Face name; `read()` dequantises it to float32."""
-
-  shape: tuple[int, ...]
-  read: Callable[[], np.ndarray]
-
-
-@dataclasses.dataclass(frozen=True)
 class GgufModel:
   """What a Hugging Face model folder holds, out of one GGUF file."""
 
   config: dict[str, Any]
-  tensors: dict[str, GgufTensor]
+  tensors: dict[str, StoredTensor]
   tokenizer: Tokenizer
 
 
@@ -101,7 +94,7 @@ def read_gguf(path: str | pathlib.Path) -> GgufModel:
       )
   rope_freqs = raw.pop("rope_freqs.weight", None)
   config = _config(arch, metadata, raw, None if rope_freqs is None else _dequantise(rope_freqs), path)
-  tensors: dict[str, GgufTensor] = {}
+  tensors: dict[str, StoredTensor] = {}
   for name, tensor in raw.items():
     tensors[_huggingface_name(name, arch, path)] = _tensor(tensor, name, arch, config)
   return GgufModel(config, tensors, gguf_tokenizer.build_tokenizer(metadata, source=str(path)))
@@ -131,7 +124,7 @@ def _shape(tensor: gguf.ReaderTensor) -> tuple[int, ...]:
   return tuple(int(n) for n in tensor.shape[::-1])
 
 
-def _tensor(tensor: gguf.ReaderTensor, name: str, arch: str, config: Mapping[str, Any]) -> GgufTensor:
+def _tensor(tensor: gguf.ReaderTensor, name: str, arch: str, config: Mapping[str, Any]) -> StoredTensor:
   def read() -> np.ndarray:
     weights = _dequantise(tensor)
     if arch == "llama" and ".attn_q." in name:
@@ -142,7 +135,7 @@ def _tensor(tensor: gguf.ReaderTensor, name: str, arch: str, config: Mapping[str
       return weights - 1
     return weights
 
-  return GgufTensor(_shape(tensor), read)
+  return StoredTensor(_shape(tensor), read)
 
 
 def _undo_rope_interleave(weights: np.ndarray, num_heads: int) -> np.ndarray:
