@@ -38,7 +38,7 @@ def get_config(arg=None):
   config.sft = dict(steps=0, batch_size=64, learning_rate=1e-5, warmup_steps=0, num_examples=7_473)
   config.train = dict(
     steps=700, prompts_per_step=7, responses_per_prompt=20,
-    learning_rate=1e-5, schedule="wsd", warmup_steps=50, stable_steps=350, decay_steps=600,
+    optimizer="adamw", learning_rate=1e-5, schedule="wsd", warmup_steps=50, stable_steps=350, decay_steps=600,
     clip_norm=1.0, weight_decay=0.0, b1=0.9, b2=0.999, eps=1e-8,
     micro_batches=7, remat="full", head_chunk_tokens=2048, length_buckets=(256, 384, 512, 768, 1024),
     param_dtype="float32", compute_dtype="bfloat16", max_nonfinite_in_row=3,

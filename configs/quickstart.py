@@ -30,13 +30,14 @@ def get_config(arg=None):
   config.model = dict(
     path="",  # a new model
     architecture=dict(
-      hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, mlp_size=384, tie_embeddings=True,
-      rope_theta=10_000.0, norm_eps=1e-5,
+      hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, mlp_size=384, max_positions=64,
+      tie_embeddings=True, rope_theta=10_000.0, norm_eps=1e-5,
     ),
   )
   config.sft = dict(steps=400, batch_size=64, learning_rate=1e-3, warmup_steps=40, num_examples=25_600)
   config.train = dict(
     steps=120, prompts_per_step=8, responses_per_prompt=16,
+    optimizer="adamw",
     learning_rate=3e-5,  # 1e-4 can ruin a model of so short a fine-tuning: its landscape is sharp
     schedule="constant", warmup_steps=5, stable_steps=0, decay_steps=0,
     clip_norm=1.0, weight_decay=0.0, b1=0.9, b2=0.999, eps=1e-8,

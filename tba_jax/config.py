@@ -140,12 +140,23 @@ def _check_batch(c: Mapping[str, Any]) -> Iterator[str]:
 def _check_schedule(c: Mapping[str, Any]) -> Iterator[str]:
   steps, name = c["train.steps"], c["train.schedule"]
   warmup, stable, decay = c["train.warmup_steps"], c["train.stable_steps"], c["train.decay_steps"]
-  end = warmup + decay + (stable if name == "wsd" else 0)
-  if name != "constant" and steps > end:
+  end = warmup + decay + stable
+  if stable and name != "wsd":
+    yield f"train.stable_steps={stable} means nothing to train.schedule={name!r}; set it to 0, or use wsd"
+  elif decay and name == "constant":
+    yield f"train.decay_steps={decay} means nothing to train.schedule='constant'; set it to 0, or use linear, cosine or wsd"
+  elif not decay and name != "constant":
+    yield f"train.decay_steps=0 must be at least 1 for train.schedule={name!r}; set it, or use constant"
+  elif name != "constant" and steps > end:
     middle = f" + train.stable_steps {stable}" if name == "wsd" else ""
     parts = f"train.warmup_steps {warmup}{middle} + train.decay_steps {decay}"
     yield (f"train.steps={steps} runs past the end of train.schedule={name!r} at step {end} ({parts}): the rest would "
            "train at rate 0; lengthen the schedule or use constant")
+
+
+def _check_optimizer(c: Mapping[str, Any]) -> Iterator[str]:
+  if c["train.optimizer"] == "sgd" and c["train.weight_decay"]:
+    yield f"train.weight_decay={c['train.weight_decay']} is not part of train.optimizer='sgd'; set it to 0, or use adamw"
 
 
 def _check_loss(c: Mapping[str, Any]) -> Iterator[str]:
@@ -228,6 +239,10 @@ def _check_model(c: Mapping[str, Any]) -> Iterator[str]:
       yield f"model.architecture.num_kv_heads={kv_heads} must divide model.architecture.num_heads={heads}"
     if c["model.architecture.head_dim"] % 2:
       yield f"model.architecture.head_dim={c['model.architecture.head_dim']} must be even: rotary positions turn pairs"
+    longest, most = c["sample.max_prompt_tokens"] + c["sample.max_new_tokens"], c["model.architecture.max_positions"]
+    if most < longest:
+      yield (f"model.architecture.max_positions={most} must be at least {longest} (sample.max_prompt_tokens + "
+             "sample.max_new_tokens); raise it or lower a limit")
     return
   if path.startswith("package:"):
     try:
@@ -275,6 +290,9 @@ def _check_devices(c: Mapping[str, Any], num_devices: int, platform: str) -> Ite
   except ValueError as error:
     yield f"{error} (platform {platform})"
     return
+  if c["sample.slots"] % counts.per_searcher:
+    yield (f"sample.slots={c['sample.slots']} must be a multiple of devices.per_searcher={counts.per_searcher}, which share "
+           "them out; round sample.slots up")
   rows = c["train.prompts_per_step"] * c["train.responses_per_prompt"]
   micro_rows, rest = divmod(rows, c["train.micro_batches"])
   if not rest and micro_rows % counts.trainer:
@@ -297,7 +315,7 @@ def validate(config: Mapping[str, Any], *, num_devices: int, platform: str) -> N
   flat = flatten(config)
   wrong = check_keys(flat)
   problems = list(wrong.values())
-  checks = (_check_batch, _check_schedule, _check_loss, _check_buffer, _check_runtime, _check_backend, _check_model,
+  checks = (_check_batch, _check_schedule, _check_optimizer, _check_loss, _check_buffer, _check_runtime, _check_backend, _check_model,
             _check_data, lambda c: _check_devices(c, num_devices, platform))
   for check in checks:
     try:

@@ -21,9 +21,10 @@ class Rule(NamedTuple):
   names: tuple[str, ...] = ()  # the right ones, where only some are
 
 
-def _integer(low: int, *, or_else: str = "") -> Rule:
-  text = f"an integer of at least {low}" + (f" ({or_else})" if or_else else "")
-  return Rule(int, lambda value: low <= value < 2**62, text)
+def _integer(low: int, high: int | None = None, *, or_else: str = "") -> Rule:
+  bound = f"of at least {low}" if high is None else f"from {low} to {high}"
+  text = f"an integer {bound}" + (f" ({or_else})" if or_else else "")
+  return Rule(int, lambda value: low <= value and (high is None or value <= high), text)
 
 
 def _number(low: float, high: float = math.inf, *, above: bool = False) -> Rule:
@@ -47,7 +48,7 @@ _LENGTHS = Rule(tuple, lambda value: len(value) > 0 and _ascend(value), "a tuple
 _DTYPE = _one_of("float32", "bfloat16")
 
 SCHEMA: dict[str, Rule] = {
-  "seed": _integer(0),
+  "seed": _integer(0, 2**32 - 1),
   "task": _one_of("arithmetic", "gsm8k"),
   # Folder, .gguf file, Hugging Face name or package:NAME; "": a new model of model.architecture.
   "model.path": _ANY_STRING,
@@ -63,11 +64,12 @@ SCHEMA: dict[str, Rule] = {
   "train.prompts_per_step": _integer(1),
   "train.responses_per_prompt": _integer(1),
   "train.learning_rate": _number(0, above=True),
+  "train.optimizer": _one_of("adamw", "adafactor", "sgd"),
   "train.schedule": _one_of("constant", "linear", "cosine", "wsd"),
   "train.warmup_steps": _integer(0),
   "train.stable_steps": _integer(0),
   "train.decay_steps": _integer(0),
-  "train.clip_norm": _number(0, above=True),
+  "train.clip_norm": _number(0, above=True),  # of the whole gradient; a huge one clips nothing
   "train.weight_decay": _number(0),
   "train.b1": _number(0, 0.9999),
   "train.b2": _number(0, 0.999999),
@@ -131,6 +133,7 @@ ARCHITECTURE: dict[str, Rule] = {
   "num_kv_heads": _integer(1),
   "head_dim": _integer(2),
   "mlp_size": _integer(1),
+  "max_positions": _integer(1),
   "tie_embeddings": _BOOLEAN,
   "rope_theta": _number(0, above=True),
   "norm_eps": _number(0, above=True),
