@@ -1,0 +1,181 @@
+"""The rule tables against every parameter that a model can have, placement against plain arrays, and the messages of what cannot be."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from tba_jax import sharding
+from tba_jax.models import transformer
+from tba_jax.models.heads import token_logprobs
+from tba_jax.models.variants import ModelConfig
+
+MESHES = [
+  dict(data=1, fsdp=1, tensor=1),
+  dict(data=2, fsdp=1, tensor=1),
+  dict(data=1, fsdp=2, tensor=1),
+  dict(data=1, fsdp=1, tensor=2),
+  dict(data=1, fsdp=2, tensor=2),
+  dict(data=1, fsdp=8, tensor=1),
+  dict(data=1, fsdp=2, tensor=4),
+  dict(data=2, fsdp=2, tensor=2),
+]
+
+
+def mesh_of(sizes: dict[str, int]) -> jax.sharding.Mesh:
+  return sharding.make_mesh(jax.devices()[: np.prod(list(sizes.values()))], **sizes)
+
+
+def tiny_config(**options) -> ModelConfig:
+  fields = dict(
+    family="llama", vocab_size=41, num_embeddings=41, hidden_size=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4,
+    mlp_size=32, max_positions=32, norm_eps=1e-6, tie_embeddings=False, query_scale=0.5, rotary_dim=4,
+  )
+  return ModelConfig(**{**fields, **options})
+
+
+EVERY_PARAMETER = [
+  tiny_config(qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True, post_norms=True),
+  tiny_config(norm="layer", gated_mlp=False, qkv_bias=True, o_bias=True, mlp_bias=True, positions="learned", rotary_dim=0, num_kv_heads=4),
+  tiny_config(tie_embeddings=True, norm="rms_plus_one"),
+]
+
+
+def random_tree(cfg: ModelConfig, seed: int = 0):
+  rng = np.random.default_rng(seed)
+  return jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), transformer.abstract_params(cfg))
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@pytest.mark.parametrize("cfg", EVERY_PARAMETER, ids=["llama-like", "gpt-like", "tied"])
+def test_sharded_and_gathered_parameters_are_bitwise_equal(cfg: ModelConfig, sizes: dict[str, int]):
+  mesh, params = mesh_of(sizes), random_tree(cfg)
+  placed = jax.device_put(params, sharding.param_shardings(params, mesh))
+  jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), b), placed, params)
+
+
+def test_large_parameters_are_split_over_all_devices_of_fsdp_and_tensor():
+  mesh = mesh_of(dict(data=2, fsdp=2, tensor=2))
+  params = random_tree(tiny_config(num_embeddings=48, vocab_size=41))
+  placed = jax.device_put(params, sharding.param_shardings(params, mesh))
+  for path, leaf in jax.tree_util.tree_leaves_with_path(placed):
+    if sharding.path_name(path).endswith(("kernel", "table")):
+      assert leaf.addressable_shards[0].data.size == leaf.size // 4, sharding.path_name(path)
+
+
+def test_rules_by_hand():
+  mesh = mesh_of(dict(data=2, fsdp=2, tensor=2))
+  spec = lambda name, *shape: sharding.param_spec(name, shape, mesh)
+  assert spec("layers/attn/q/kernel", 3, 16, 4, 8) == PartitionSpec(None, "fsdp", "tensor", None)
+  assert spec("layers/attn/o/kernel", 3, 4, 8, 16) == PartitionSpec(None, "tensor", None, "fsdp")
+  assert spec("layers/mlp/down/kernel", 3, 32, 16) == PartitionSpec(None, "tensor", "fsdp")
+  assert spec("layers/mlp/up/bias", 3, 32) == PartitionSpec(None, "tensor")
+  assert spec("layers/post_mlp_norm/scale", 3, 16) == PartitionSpec(None, None)
+  assert spec("layers/attn/q_norm/scale", 3, 8) == PartitionSpec(None, None)
+  assert spec("embed/table", 64, 16) == PartitionSpec("tensor", "fsdp")
+  assert spec("pos_embed/table", 64, 16) == PartitionSpec(None, "fsdp")
+  assert spec("lm_head/kernel", 16, 64) == PartitionSpec("fsdp", "tensor")
+
+
+def test_few_kv_heads_and_odd_vocabularies_are_replicated_along_tensor():
+  mesh = mesh_of(dict(data=1, fsdp=2, tensor=4))
+  assert sharding.param_spec("layers/attn/k/kernel", (3, 16, 2, 8), mesh) == PartitionSpec(None, "fsdp", None, None)
+  assert sharding.param_spec("layers/attn/v/bias", (3, 2, 8), mesh) == PartitionSpec(None, None, None)
+  assert sharding.param_spec("layers/attn/k/kernel", (3, 16, 4, 8), mesh) == PartitionSpec(None, "fsdp", "tensor", None)
+  assert sharding.param_spec("lm_head/kernel", (16, 41), mesh) == PartitionSpec("fsdp", None)
+
+
+def test_what_the_rules_refuse():
+  mesh = mesh_of(dict(data=1, fsdp=2, tensor=4))
+  with pytest.raises(ValueError, match=r"parameter 'layers/attn/q/lora' \(3, 4\) has no sharding rule; add one to PARAM_AXES"):
+    sharding.param_spec("layers/attn/q/lora", (3, 4), mesh)
+  with pytest.raises(ValueError, match="parameter 'my_embed/table' .* has no sharding rule"):  # the whole name must match
+    sharding.param_spec("my_embed/table", (3, 4), mesh)
+  with pytest.raises(ValueError, match=r"has shape \(16, 4, 8\), but its sharding rule names 4 axes"):
+    sharding.param_spec("layers/attn/q/kernel", (16, 4, 8), mesh)
+  with pytest.raises(ValueError, match="'heads' dimension of 9 does not divide over tensor=4 devices; choose a size .* that divides 9"):
+    sharding.param_spec("layers/attn/q/kernel", (3, 16, 9, 8), mesh)
+  with pytest.raises(ValueError, match="'embed' dimension of 15 does not divide over fsdp=2"):
+    sharding.param_spec("layers/attn/q/kernel", (3, 15, 8, 8), mesh)
+
+
+def test_meshes():
+  assert dict(sharding.make_mesh(jax.devices()[:8], tensor=2).shape) == {"data": 1, "fsdp": 4, "tensor": 2}
+  assert sharding.num_batch_shards(sharding.make_mesh(jax.devices()[:8], data=2, tensor=2)) == 4
+  assert sharding.num_batch_shards(None) == 1
+  with pytest.raises(ValueError, match="data=1, fsdp=-1, tensor=3 does not fit 8 devices"):
+    sharding.make_mesh(jax.devices()[:8], tensor=3)
+  with pytest.raises(ValueError, match="data=2, fsdp=2, tensor=1 does not fit 8 devices; the product of the sizes must be 8"):
+    sharding.make_mesh(jax.devices()[:8], data=2, fsdp=2)
+  with pytest.raises(ValueError, match="at most one of them -1"):
+    sharding.make_mesh(jax.devices()[:8], data=-1)
+  with pytest.raises(ValueError, match="must be at least 1"):
+    sharding.make_mesh(jax.devices()[:8], data=0)
+
+
+def test_states_follow_their_parameters():
+  mesh = mesh_of(dict(data=1, fsdp=2, tensor=2))
+  params = {"embed": {"table": jnp.zeros((8, 4))}, "pos_embed": {"table": jnp.zeros((6, 4))}}
+  layout = sharding.param_shardings(params, mesh)
+  state = {"mu": params, "count": jnp.zeros(()), "factored": {"embed": {"table": jnp.zeros(8)}}}
+  found = jax.tree.map(lambda s: s.spec, sharding.state_shardings(state, params, layout, mesh))
+  assert found["mu"]["embed"]["table"] == PartitionSpec("tensor", "fsdp")
+  assert found["mu"]["pos_embed"]["table"] == PartitionSpec(None, "fsdp")
+  assert found["count"] == found["factored"]["embed"]["table"] == PartitionSpec()
+
+
+def test_split_devices_without_sharing():
+  trainer, searchers = sharding.split_devices(list("abcdefgh"), trainer=4, searchers=2, per_searcher=2, share=False)
+  assert (trainer, searchers) == (list("abcd"), [list("ef"), list("gh")])
+  trainer, searchers = sharding.split_devices(list("abcdefgh"), trainer=-1, searchers=3, per_searcher=1, share=False)
+  assert (trainer, searchers) == (list("abcde"), [["f"], ["g"], ["h"]])
+  trainer, searchers = sharding.split_devices(list("abcdefgh"), trainer=2, searchers=1, per_searcher=2, share=False)
+  assert (trainer, searchers) == (list("ab"), [list("cd")])
+
+
+def test_split_devices_with_sharing():
+  assert sharding.split_devices(["a"], trainer=1, searchers=2, per_searcher=1, share=True) == (["a"], [["a"], ["a"]])
+  assert sharding.split_devices(["a"], trainer=-1, searchers=1, per_searcher=1, share=True) == (["a"], [["a"]])
+  trainer, searchers = sharding.split_devices(list("abcd"), trainer=2, searchers=3, per_searcher=1, share=True)
+  assert (trainer, searchers) == (["a", "b"], [["c"], ["d"], ["a"]])  # the trainer's devices come last
+  assert sharding.split_devices(list("abcd"), trainer=-1, searchers=1, per_searcher=4, share=True)[1] == [list("abcd")]
+
+
+@pytest.mark.parametrize(
+  "asked, message",
+  [
+    (dict(trainer=4, searchers=2, per_searcher=3, share=False),
+     "more exclusive devices than exist: 4 for the trainer and 2 searchers x 3 need 10, found 8; lower .* share=True"),
+    (dict(trainer=-1, searchers=8, per_searcher=1, share=False), "at least 1 for the trainer and 8 searchers x 1 need 9, found 8"),
+    (dict(trainer=9, searchers=1, per_searcher=1, share=True), "trainer=9 needs more devices than exist: found 8; lower trainer"),
+    (dict(trainer=1, searchers=1, per_searcher=9, share=True), "per_searcher=9 needs more devices than exist: found 8"),
+    (dict(trainer=0, searchers=1, per_searcher=1, share=True), "trainer=0 must be at least 1 device, or -1"),
+    (dict(trainer=1, searchers=0, per_searcher=1, share=True), "searchers=0 must be at least 1"),
+  ],
+)
+def test_what_split_devices_refuses(asked: dict, message: str):
+  with pytest.raises(ValueError, match=message):
+    sharding.split_devices(list("abcdefgh"), **asked)
+
+
+@pytest.mark.parametrize("sizes", [MESHES[0], MESHES[3], MESHES[4], MESHES[6], MESHES[7]], ids=str)
+def test_sharded_forward_equals_unsharded(sizes: dict[str, int]):
+  cfg = tiny_config(qkv_bias=True)
+  # Of the size that keeps logits at a few nats: the tolerance is of the sum of rounding, which grows with them.
+  params, rng = jax.tree.map(lambda x: 0.3 * x, random_tree(cfg)), np.random.default_rng(1)
+  tokens = rng.integers(0, 41, (8, 12), dtype=np.int32)
+  positions = np.tile(np.arange(12, dtype=np.int32), (8, 1))
+  segments = (positions < rng.integers(3, 13, (8, 1))).astype(np.int32)
+
+  def forward(params, constrain):
+    options = dict(temperature=0.7, dtype=jnp.float32, chunk_tokens=32, constrain=constrain)
+    return token_logprobs(params, cfg, tokens, positions, segments, **options)
+
+  mesh = mesh_of(sizes)
+  placed = jax.device_put(params, sharding.param_shardings(params, mesh))
+  sharded = jax.jit(lambda p: forward(p, sharding.activation_constraint(mesh)))(placed)
+  plain = jax.jit(lambda p: forward(p, None))(params)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-5), sharded, plain)
