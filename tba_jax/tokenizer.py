@@ -127,8 +127,11 @@ def load_tokenizer(folder: str | pathlib.Path, extra_stop_ids: Iterable[int] = (
   if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
     raise ValueError(f"{folder} holds no tokenizer: none of {', '.join(_TOKENIZER_FILES)} is there; copy the model's tokenizer.json into it.")
   stop_ids = {*extra_stop_ids, *_generation_stop_ids(folder / "generation_config.json")}
+  # tokenizer.json is taken as it stands. The classes that AutoTokenizer picks by model_type may put their own splitting of words in place
+  # of the file's (transformers 5.24 does so for qwen2), and then the ids differ from those that the model was trained on.
+  loader = transformers.PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else transformers.AutoTokenizer
   try:
-    hf = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    hf = loader.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
   except Exception as error:  # transformers and tokenizers raise bare Exception for a damaged tokenizer.json
     raise ValueError(f"{folder}: the tokenizer cannot be loaded: {type(error).__name__}: {error}") from error
   return make_tokenizer(hf, stop_ids=stop_ids, source=str(folder))
