@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import json
 import pathlib
+import re
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -144,7 +145,7 @@ def _check_schedule(c: Mapping[str, Any]) -> Iterator[str]:
   if stable and name != "wsd":
     yield f"train.stable_steps={stable} means nothing to train.schedule={name!r}; set it to 0, or use wsd"
   elif decay and name == "constant":
-    yield f"train.decay_steps={decay} means nothing to train.schedule='constant'; set it to 0, or use linear, cosine or wsd"
+    yield f"train.decay_steps={decay} means nothing to train.schedule='constant'; set it to 0, or use linear or wsd"
   elif not decay and name != "constant":
     yield f"train.decay_steps=0 must be at least 1 for train.schedule={name!r}; set it, or use constant"
   elif name != "constant" and steps > end:
@@ -156,7 +157,7 @@ def _check_schedule(c: Mapping[str, Any]) -> Iterator[str]:
 
 def _check_optimizer(c: Mapping[str, Any]) -> Iterator[str]:
   if c["train.optimizer"] == "sgd" and c["train.weight_decay"]:
-    yield f"train.weight_decay={c['train.weight_decay']} is not part of train.optimizer='sgd'; set it to 0, or use adamw"
+    yield f"train.weight_decay={c['train.weight_decay']} is not part of train.optimizer='sgd'; set it to 0"
 
 
 def _check_loss(c: Mapping[str, Any]) -> Iterator[str]:
@@ -231,6 +232,10 @@ def _has_module(name: str) -> bool:
   return importlib.util.find_spec(name) is not None
 
 
+# As huggingface.co writes them: owner/name, or the bare name of an old model.
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
 def _check_model(c: Mapping[str, Any]) -> Iterator[str]:
   path = c["model.path"]
   if not path:
@@ -256,9 +261,12 @@ def _check_model(c: Mapping[str, Any]) -> Iterator[str]:
     if not (folder / "config.json").is_file():
       yield (f"model.path={path!r} has no config.json; give a folder as transformers saves it, with config.json and "
              "*.safetensors")
-  elif path.endswith(".gguf") and not folder.is_file():
-    yield f"model.path={path!r} is not a file; give the path of an existing .gguf file"
-  elif not folder.is_file() and (path.count("/") != 1 or path[0] in "./~" or path.endswith("/")):
+  elif path.endswith(".gguf"):
+    if not folder.is_file():
+      yield f"model.path={path!r} is not a file; give the path of an existing .gguf file"
+  elif folder.is_file():
+    yield f"model.path={path!r} is not a .gguf file; for safetensors give the folder that holds them and config.json"
+  elif not _HUB_NAME.fullmatch(path):
     yield (f"model.path={path!r} is no folder, .gguf file, package:NAME or Hugging Face name (owner/name); correct "
            "the path")
 
@@ -291,8 +299,8 @@ def _check_devices(c: Mapping[str, Any], num_devices: int, platform: str) -> Ite
     yield f"{error} (platform {platform})"
     return
   if c["sample.slots"] % counts.per_searcher:
-    yield (f"sample.slots={c['sample.slots']} must be a multiple of devices.per_searcher={counts.per_searcher}, which share "
-           "them out; round sample.slots up")
+    yield (f"sample.slots={c['sample.slots']} must be a multiple of the {counts.per_searcher} devices of a searcher, "
+           "which share them out; round sample.slots up")
   rows = c["train.prompts_per_step"] * c["train.responses_per_prompt"]
   micro_rows, rest = divmod(rows, c["train.micro_batches"])
   if not rest and micro_rows % counts.trainer:
@@ -315,11 +323,12 @@ def validate(config: Mapping[str, Any], *, num_devices: int, platform: str) -> N
   flat = flatten(config)
   wrong = check_keys(flat)
   problems = list(wrong.values())
-  checks = (_check_batch, _check_schedule, _check_optimizer, _check_loss, _check_buffer, _check_runtime, _check_backend, _check_model,
-            _check_data, lambda c: _check_devices(c, num_devices, platform))
+  checks = (_check_batch, _check_schedule, _check_optimizer, _check_loss, _check_buffer, _check_runtime, _check_backend,
+            _check_model, _check_data, lambda c: _check_devices(c, num_devices, platform))
   for check in checks:
     try:
-      problems.extend(check(_Known(flat, wrong)))
+      for problem in check(_Known(flat, wrong)):
+        problems.append(problem)
     except _AlreadyWrong:
       # The check reads a key that is reported already: what it would say next follows from that mistake.
       continue

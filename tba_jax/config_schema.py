@@ -156,13 +156,13 @@ FREE_ON_RESUME = ("log.", "checkpoint.keep", "runtime.stop_timeout_secs")
 # --- Names ---
 
 
-def nearest(name: str, names: Iterable[str], *, known: str = "known are") -> str:
-  """The end of an error line about an unknown name: the nearest right one, or all of them."""
+def nearest(name: str, names: Iterable[str], *, known: str = "known are", prefix: str = "") -> str:
+  """The end of an error line about an unknown name: the nearest right one, or all of them, each after `prefix`."""
   names = sorted(names)
   close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
   if close:
-    return f"; did you mean {close[0]}?"
-  return f"; {known} {', '.join(names) or 'none'}"
+    return f"; did you mean {prefix}{close[0]}?"
+  return f"; {known} {', '.join(prefix + name for name in names) or 'none'}"
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -181,7 +181,7 @@ def unknown_key(name: str, names: Iterable[str]) -> str | None:
   names = list(names)
   if name in names or any(other.startswith(name + ".") for other in names):
     return None
-  # The nearest is looked for where the mistake is: for a wrong section among sections, for a wrong leaf among its siblings.
+  # The nearest is looked for where the mistake is: a wrong section among sections, a wrong leaf among its siblings.
   parts = name.split(".")
   for depth, part in enumerate(parts):
     start = "".join(f"{parent}." for parent in parts[:depth])
@@ -193,6 +193,16 @@ def unknown_key(name: str, names: Iterable[str]) -> str | None:
       hint = f"did you mean {start}{full}?" if full else f"known are {', '.join(start + s for s in sorted(siblings))}"
       return f"{name} is not a key of this config; {hint}"
   return f"{name} is not a key of this config; {'.'.join(parts[:-1])} is a single value"
+
+
+def rule_of(name: str) -> Rule | None:
+  """The rule of a dotted key, whatever the task; None if there is no such key."""
+  section, _, key = name.rpartition(".")
+  if section == "model.architecture" and key in ARCHITECTURE:
+    return ARCHITECTURE[key]
+  if section == "task_args":
+    return next((rules[key] for rules in TASK_ARGS.values() if key in rules), None)
+  return SCHEMA[name] if name in SCHEMA else None
 
 
 def _rules(flat: Mapping[str, Any]) -> dict[str, Rule]:

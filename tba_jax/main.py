@@ -1,0 +1,229 @@
+"""Trains a model with TBA: python -m tba_jax.main --config=configs/quickstart.py --workdir=runs/quickstart
+
+Flags, what jax must be told before it looks for devices, and exit codes: 0 done, or stopped on request; 1 a fault; 2
+bad input. Every key of the config is a flag of its own: --config.train.steps=100. The same command again resumes. Bad
+flags are answered before jax is imported, all of them at once.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pathlib
+import platform
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from absl import app, flags
+from ml_collections import config_flags
+
+from tba_jax import config as config_lib
+from tba_jax import config_schema
+
+BAD_INPUT = 2
+_OWN_FLAGS = ("config", "workdir", "dry_run", "print_config")
+
+# What the config's flag takes its keys from; parse_flags fills it.
+_ARGV: list[str] = []
+_CONFIG = config_flags.DEFINE_config_file(
+  "config", None, "A config file, perhaps with an argument: configs/gsm8k.py:smollm2. --config.KEY=VALUE sets one key.",
+  lock_config=True, sys_argv=_ARGV,
+)
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder for all that the run writes; the same one again resumes.")
+_DRY_RUN = flags.DEFINE_boolean("dry_run", False, "Check everything, print devices and bytes; compile nothing.")
+_PRINT_CONFIG = flags.DEFINE_boolean("print_config", False, "Print the resolved config as JSON and stop.")
+
+
+def fail(problems: Sequence[str]) -> NoReturn:
+  """Ends the process as bad input does: one line per mistake on stderr, exit code 2."""
+  for problem in problems:
+    print(f"error: {problem}", file=sys.stderr)
+  sys.exit(BAD_INPUT)
+
+
+# --- Flags ---
+
+
+def _name(argument: str) -> str:
+  """train.steps of --train.steps=3; "" of what is no flag."""
+  return argument.lstrip("-").partition("=")[0] if argument.startswith("-") else ""
+
+
+def _config_first(argv: Sequence[str]) -> tuple[list[str], str | None]:
+  """argv with --config=FILE first, as ml_collections wants it, and FILE, which may be an argument of its own."""
+  first, rest, path = [], [], None
+  arguments = iter(argv[1:])
+  for argument in arguments:
+    if _name(argument) == "config":
+      path = argument.partition("=")[2] if "=" in argument else next(arguments, None)
+      first = [f"--config={path}"]
+    else:
+      rest.append(argument)
+  return [argv[0], *first, *rest], path
+
+
+def _load_config(path_and_arg: str | None) -> Any:
+  """The config of FILE[:ARGUMENT] before any --config.KEY. Fails with exit code 2; a bug in FILE raises."""
+  if not path_and_arg:
+    fail(["--config is missing; give a config file, for example --config=configs/quickstart.py"])
+  path, _, arg = path_and_arg.partition(":")
+  if not pathlib.Path(path).is_file() or not path.endswith(".py"):
+    fail([f"--config={path} is not a Python file that exists; give one, for example --config=configs/quickstart.py"])
+  spec = importlib.util.spec_from_file_location("tba_jax_config_file", path)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  try:
+    return module.get_config(arg or None)
+  except config_lib.ConfigError as error:
+    fail(error.problems)
+
+
+def _key_problem(name: str, values: Mapping[str, Any]) -> str | None:
+  """What is wrong with the name of a flag as a key of the config; None if nothing is, or if it is no such flag."""
+  if not name.startswith(("config.", "noconfig.")):
+    return None
+  key = name.partition(".")[2]
+  line = config_schema.unknown_key(key, values)
+  if line:
+    return "--config." + line.replace("did you mean ", "did you mean --config.")
+  if key not in values:
+    first = next(other for other in values if other.startswith(key + "."))
+    return f"--{name} names a section; set its keys one by one, for example --config.{first}"
+  if name.startswith("no") and not isinstance(values[key], bool):
+    return f"--{name}: only keys that are true or false have a no form; write --config.{key}=VALUE"
+  return None
+
+
+def parse_flags(argv: Sequence[str]) -> list[str]:
+  """Reads the flags, or ends with exit code 2 and every mistake among them. Returns argv[:1]: only flags are allowed.
+
+  absl and ml_collections stop at the first mistake, each in its own words. So names of keys are checked here against
+  the config, and a value of the wrong type is noted and taken out before the rest is read.
+  """
+  if any(_name(argument) in ("help", "helpfull", "helpshort") for argument in argv):
+    print(__doc__, *(f"  --{name}: {flags.FLAGS[name].help}" for name in _OWN_FLAGS), sep="\n")
+    sys.exit(0)
+  argv, path = _config_first(argv)
+  values = config_schema.flatten(_load_config(path))
+  problems = []
+  for argument in argv[1:]:
+    line = _key_problem(_name(argument), values)
+    if line:
+      problems.append(line)
+      argv = [other for other in argv if other != argument]
+  rest = None
+  while rest is None:
+    _ARGV[:] = argv
+    try:
+      rest = flags.FLAGS(argv)
+    except flags.Error as error:
+      line, culprits = _explain(error, argv)
+      problems.append(line)
+      argv = [argument for argument in argv if argument not in culprits]
+      if not culprits:
+        break
+  if not problems:
+    problems += [f"argument {extra!r} is not a flag; write --name=value" for extra in rest[1:]]
+    if not _WORKDIR.value and not (_PRINT_CONFIG.value or _DRY_RUN.value):
+      problems.append("--workdir is missing; give a folder for the run's files, for example --workdir=runs/quickstart")
+  if problems:
+    fail(problems)
+  return rest
+
+
+def _explain(error: flags.Error, argv: Sequence[str]) -> tuple[str, list[str]]:
+  """One line about a flag that could not be read, and the arguments to take out so that the rest can be."""
+  if isinstance(error, flags.UnrecognizedFlagError):
+    line = f"--{error.flagname} is not a flag" + config_schema.nearest(error.flagname, _OWN_FLAGS, prefix="--")
+    return line, [argument for argument in argv[1:] if _name(argument) == error.flagname]
+  found = re.match(r"flag --([^=]+)=(.*?): (.*)", str(error), re.DOTALL)
+  if not found:
+    return str(error), []
+  name, value, reason = found.groups()
+  key = name.removeprefix("config.")
+  rule = config_schema.rule_of(key) if key != name else None
+  line = f"--{name}={value} must be {rule.text}" if rule else f"--{name}={value}: {reason}"
+  return line, [argument for argument in argv[1:] if argument.lstrip("-") == f"{name}={value}"]
+
+
+# --- Before jax looks for devices ---
+
+
+def set_up_jax(devices: Any) -> None:
+  """Makes the CPU devices that the config counts, and keeps compiled programs for the next run.
+
+  Compiled programs go to JAX_COMPILATION_CACHE_DIR if that is set, else to the user's cache folder ($XDG_CACHE_HOME
+  or ~/.cache) under tba_jax/xla, by machine: a program compiled for one CPU may hold instructions that another lacks,
+  and home folders are shared. Nothing in the folder is needed; it may be deleted at any time.
+  """
+  import jax
+
+  num_cpu_devices = config_lib.num_virtual_devices(devices)
+  if num_cpu_devices:
+    jax.config.update("jax_num_cpu_devices", num_cpu_devices)
+  if jax.config.jax_compilation_cache_dir is None:
+    in_home = pathlib.Path.home() / ".cache"
+    root = pathlib.Path(os.environ["XDG_CACHE_HOME"]) if "XDG_CACHE_HOME" in os.environ else in_home
+    jax.config.update("jax_compilation_cache_dir", str(root / "tba_jax" / "xla" / platform.node()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+
+
+def _dry_run(config: Any) -> str:
+  """What --dry_run prints: devices, and bytes from shapes."""
+  import jax
+
+  from tba_jax import plan
+
+  asked = config_lib.resolve_devices(**config.devices, num_devices=jax.device_count())
+  architecture = None if config.model.path else config.model.architecture.to_dict()
+  try:
+    cfg = plan.read_model_config(config.model.path) if architecture is None else plan.new_model_config(**architecture)
+  except ValueError as error:
+    raise config_lib.ConfigError([f"model.path={config.model.path!r}: {error}"]) from None
+  placements = plan.placements(
+    cfg, jax.devices(), trainer=asked.trainer, searchers=asked.searchers, per_searcher=asked.per_searcher,
+    share=asked.share, optimizer=config.train.optimizer, param_dtype=config.train.param_dtype,
+    compute_dtype=config.train.compute_dtype, sample_dtype=config.sample.dtype, slots=config.sample.slots,
+    max_prompt_tokens=config.sample.max_prompt_tokens, max_new_tokens=config.sample.max_new_tokens,
+    buffer_capacity=config.buffer.capacity,
+  )
+  return plan.report(cfg, placements, num_devices=jax.device_count(), platform=jax.default_backend())
+
+
+def main(argv: Sequence[str]) -> int:
+  """Checks, then trains. Returns the exit code."""
+  del argv  # parse_flags has refused everything but flags
+  config, workdir = _CONFIG.value, _WORKDIR.value
+  if _PRINT_CONFIG.value:
+    print(config_lib.to_json(config), end="")
+    return 0
+  problems = []
+  try:
+    if workdir:
+      config_lib.check_workdir(workdir, config)
+  except config_lib.ConfigError as error:
+    problems += error.problems
+  set_up_jax(config.devices)
+  import jax
+
+  try:
+    config_lib.validate(config, num_devices=jax.device_count(), platform=jax.default_backend())
+  except config_lib.ConfigError as error:
+    problems += error.problems
+  if problems:
+    fail(problems)
+  try:
+    if _DRY_RUN.value:
+      print(_dry_run(config))
+      return 0
+    from tba_jax import train
+
+    return train.run(config, workdir)
+  except config_lib.ConfigError as error:
+    fail(error.problems)
+
+
+if __name__ == "__main__":
+  app.run(main, flags_parser=parse_flags)

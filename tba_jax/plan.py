@@ -1,0 +1,142 @@
+"""Which device holds what, and how many bytes, from shapes alone: nothing is compiled, allocated or loaded.
+
+Only what stays for the whole run is counted. Activations and the compiler's temporaries need a compile: no guess here.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import pathlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tba_jax import learner, sharding
+from tba_jax.checkpoints.gguf import read_gguf
+from tba_jax.checkpoints.stored import read_json
+from tba_jax.models import transformer
+from tba_jax.models.variants import ModelConfig, from_huggingface
+
+
+class Placement(NamedTuple):
+  """Something that stays in memory for the whole run."""
+
+  part: str  # trainer, searcher 0, ..., host
+  devices: str
+  content: str
+  device_bytes: int  # on each of the devices
+  total_bytes: int  # on all of them, copies counted
+
+
+def new_model_config(
+  *, hidden_size: int, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int, mlp_size: int,
+  max_positions: int, tie_embeddings: bool, rope_theta: float, norm_eps: float, vocab_size: int = 256,
+) -> ModelConfig:
+  """A Llama-type decoder of these sizes. `vocab_size`: of the task's tokenizer; without one, a plan counts 256."""
+  return from_huggingface({
+    "model_type": "llama", "vocab_size": vocab_size, "hidden_size": hidden_size, "num_hidden_layers": num_layers,
+    "num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads, "head_dim": head_dim,
+    "intermediate_size": mlp_size, "max_position_embeddings": max_positions, "tie_word_embeddings": tie_embeddings,
+    "rope_theta": rope_theta, "rms_norm_eps": norm_eps,
+  })
+
+
+def read_model_config(path: str) -> ModelConfig:
+  """The config of a model without its weights. `path` as in `checkpoints.huggingface.load_model`.
+
+  Raises:
+    ValueError: there is no such model here, or its config is refused. Of a hub model only config.json is downloaded.
+  """
+  found = pathlib.Path(path)
+  if path.startswith("package:"):
+    files = importlib.metadata.distribution(path.removeprefix("package:")).files or ()
+    ggufs = [file for file in files if file.suffix == ".gguf"]
+    if len(ggufs) != 1:
+      raise ValueError(f"the package holds {len(ggufs)} .gguf files, one is needed; give the path of the file itself")
+    found = pathlib.Path(str(ggufs[0].locate()))
+  if found.is_file():
+    return from_huggingface(read_gguf(found).config)
+  if not found.is_dir():
+    import huggingface_hub
+
+    try:
+      return from_huggingface(read_json(pathlib.Path(huggingface_hub.hf_hub_download(path, "config.json"))))
+    except OSError as error:
+      raise ValueError(f"no folder, and not to be had from the Hugging Face hub ({type(error).__name__}); download it "
+                       "elsewhere and give its folder") from None
+  return from_huggingface(read_json(found / "config.json"))
+
+
+def placements(
+  cfg: ModelConfig, devices: Sequence[jax.Device], *, trainer: int, searchers: int, per_searcher: int, share: bool,
+  optimizer: str, param_dtype: Any, compute_dtype: Any, sample_dtype: Any, slots: int, max_prompt_tokens: int,
+  max_new_tokens: int, buffer_capacity: int,
+) -> list[Placement]:
+  """What each part of a run keeps, device counts as `config.resolve_devices` gives them."""
+  trainer_devices, searcher_devices = sharding.split_devices(
+    devices, trainer=trainer, searchers=searchers, per_searcher=per_searcher, share=share)
+  mesh = sharding.make_mesh(trainer_devices)
+  params = transformer.abstract_params(cfg, jnp.dtype(param_dtype))
+  layout = sharding.param_shardings(params, mesh)
+  # Of the optimizer only the shapes matter here, and those do not depend on rates.
+  transform = learner.make_optimizer(optimizer, schedule=learner.make_schedule("constant", learning_rate=1.0),
+                                     clip_norm=1.0)
+  moments = jax.eval_shape(transform.init, params)
+  moments_layout = sharding.state_shardings(moments, params, layout, mesh)
+  found = [
+    _place("trainer", trainer_devices, "parameters", params, layout),
+    _place("trainer", trainer_devices, "optimizer state", moments, moments_layout),
+    _place("trainer", trainer_devices, "gradients", params, layout),
+  ]
+  for number, group in enumerate(searcher_devices):
+    mesh = sharding.make_mesh(group)
+    for content, dtype in (("weights", sample_dtype), ("reference", compute_dtype)):
+      weights = transformer.abstract_params(cfg, jnp.dtype(dtype))
+      layout = sharding.param_shardings(weights, mesh)
+      found.append(_place(f"searcher {number}", group, content, weights, layout))
+    cache = jax.eval_shape(lambda: transformer.init_cache(
+      cfg, batch=slots, length=max_prompt_tokens + max_new_tokens, dtype=jnp.dtype(sample_dtype)))
+    total = _num_bytes(cache)  # shared out by slots
+    found.append(Placement(f"searcher {number}", _names(group), f"cache of {slots} slots", total // len(group), total))
+  # Per response: tokens, log_mu and log_ref, and at most one prompt; all of 4 bytes. Scalars of a row do not matter.
+  total = buffer_capacity * 4 * (3 * max_new_tokens + max_prompt_tokens)
+  return found + [Placement("host", "memory", f"replay buffer when full ({buffer_capacity:,} responses)", total, total)]
+
+
+def _place(part: str, devices: Sequence[jax.Device], content: str, tree: Any, layout: Any) -> Placement:
+  per_device = sum(
+    math.prod(where.shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize
+    for leaf, where in zip(jax.tree.leaves(tree), jax.tree.leaves(layout))
+  )
+  return Placement(part, _names(devices), content, per_device, per_device * len(devices))
+
+
+def _num_bytes(tree: Any) -> int:
+  return sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _names(devices: Sequence[jax.Device]) -> str:
+  """Numbers of the devices: 0-3, or 4."""
+  numbers = [device.id for device in devices]
+  if len(numbers) > 1 and numbers == list(range(numbers[0], numbers[0] + len(numbers))):
+    return f"{numbers[0]}-{numbers[-1]}"
+  return ", ".join(map(str, numbers))
+
+
+def report(cfg: ModelConfig, placed: Sequence[Placement], *, num_devices: int, platform: str) -> str:
+  """The placements as a text table, with the size of the model above it."""
+  num_params = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(transformer.abstract_params(cfg)))
+  sizes = f"{cfg.num_layers} layers, width {cfg.hidden_size}, {cfg.num_embeddings:,} embeddings"
+  lines = [
+    f"{cfg.family}: {num_params:,} parameters, {sizes}",
+    f"{num_devices} {platform} devices; activations and temporaries are not counted (they need a compile)",
+    "",
+    f"{'part':12} {'devices':10} {'content':46} {'bytes a device':>18} {'all':>18}",
+  ]
+  for row in placed:
+    lines.append(f"{row.part:12} {row.devices:10} {row.content:46} {row.device_bytes:>18,} {row.total_bytes:>18,}")
+  return "\n".join(lines)
