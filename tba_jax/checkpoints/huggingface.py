@@ -205,7 +205,8 @@ def _assemble(
     if not targets:
       continue
     try:
-      tensor = tensors[entry.hf_name].read().astype(dtype, copy=False)
+      with np.errstate(over="ignore"):  # an overflow is an error below, with the tensor's name
+        tensor = tensors[entry.hf_name].read().astype(dtype, copy=False)
     except safetensors.SafetensorError as error:
       raise ValueError(f"{source}: tensor {entry.hf_name} cannot be read ({error}); copy or download the checkpoint again.") from error
     if not _all_finite(tensor):
