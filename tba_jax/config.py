@@ -20,6 +20,9 @@ from tba_jax.config_schema import check_keys, flatten, nearest
 
 CONFIG_FILE = "config.json"
 
+# What a resumed run may change: nothing that the numbers of a run depend on.
+FREE_ON_RESUME = ("log.", "checkpoint.keep", "runtime.stop_timeout_secs")
+
 
 class ConfigError(ValueError):
   """Bad input by the user. `problems` holds one line per mistake: name, value found, rule, way out."""
@@ -239,6 +242,8 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 def _check_model(c: Mapping[str, Any]) -> Iterator[str]:
   path = c["model.path"]
   if not path:
+    if c["task"] != "arithmetic":
+      yield f"model.path='' makes a new model, but task {c['task']!r} has no tokenizer for one; set model.path"
     heads, kv_heads = c["model.architecture.num_heads"], c["model.architecture.num_kv_heads"]
     if heads % kv_heads:
       yield f"model.architecture.num_kv_heads={kv_heads} must divide model.architecture.num_heads={heads}"
@@ -276,6 +281,8 @@ def _check_data(c: Mapping[str, Any]) -> Iterator[str]:
   if task == "arithmetic":
     if path:
       yield f"data.path={path!r} must be empty for task 'arithmetic', which makes its own problems; drop it"
+    if c["eval.size"] == 0:
+      yield "eval.size=0 (the whole split) means nothing to task 'arithmetic', which has no end of problems; set a size"
     return
   if not path:
     if not _has_module("tensorflow_datasets"):

@@ -35,7 +35,8 @@ def _number(low: float, high: float = math.inf, *, above: bool = False) -> Rule:
 
 
 def _one_of(*names: str) -> Rule:
-  return Rule(str, lambda value: value in names, "one of " + ", ".join(names), names)
+  text = "one of " + ", ".join(names) if len(names) > 1 else names[0]
+  return Rule(str, lambda value: value in names, text, names)
 
 
 _ANY_STRING = Rule(str, lambda value: True, "a string")
@@ -95,8 +96,8 @@ SCHEMA: dict[str, Rule] = {
   "loss.beta_init": _number(0),
   "loss.beta_final": _number(0),
   "loss.beta_decay_steps": _integer(0),
-  "buffer.capacity": _integer(1),  # responses
-  "buffer.capacity_per_prompt": _integer(1),
+  "buffer.capacity": _integer(2, 2**31 - 1),  # responses
+  "buffer.capacity_per_prompt": _integer(2),
   "buffer.recent_fraction": _number(0, 1),  # the paper's m
   "buffer.priority": _one_of("uniform", "reward", "residual"),
   "buffer.priority_temperature": _number(0, above=True),
@@ -145,12 +146,9 @@ TASK_ARGS: dict[str, dict[str, Rule]] = {
     "sft_share_with_work": _number(0, 1),
   },
   "gsm8k": {
-    "prompt_format": _ANY_STRING,
+    "prompt_format": _one_of("rho_sft", "chat"),
   },
 }
-
-# What a resumed run may change: nothing that the numbers of a run depend on.
-FREE_ON_RESUME = ("log.", "checkpoint.keep", "runtime.stop_timeout_secs")
 
 
 # --- Names ---
@@ -231,6 +229,6 @@ def check_keys(flat: Mapping[str, Any]) -> dict[str, str]:
     if type(value) not in _STANDS_FOR.get(rule.kind, (rule.kind,)):
       problems[name] = f"{name}={value!r} must be {rule.text}"
     elif not rule.holds(value):
-      close = difflib.get_close_matches(value, rule.names, n=1) if rule.names else ()
+      close = difflib.get_close_matches(value, rule.names, n=1) if len(rule.names) > 1 else ()
       problems[name] = f"{name}={value!r} must be {rule.text}" + (f"; did you mean {close[0]}?" if close else "")
   return problems

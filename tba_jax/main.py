@@ -177,11 +177,16 @@ def _dry_run(config: Any) -> str:
   from tba_jax import plan
 
   asked = config_lib.resolve_devices(**config.devices, num_devices=jax.device_count())
-  architecture = None if config.model.path else config.model.architecture.to_dict()
-  try:
-    cfg = plan.read_model_config(config.model.path) if architecture is None else plan.new_model_config(**architecture)
-  except ValueError as error:
-    raise config_lib.ConfigError([f"model.path={config.model.path!r}: {error}"]) from None
+  if config.model.path:
+    try:
+      cfg = plan.read_model_config(config.model.path)
+    except ValueError as error:
+      raise config_lib.ConfigError([f"model.path={config.model.path!r}: {error}"]) from None
+  else:
+    from tba_jax.tasks.arithmetic import make_arithmetic_tokenizer
+
+    vocab_size = make_arithmetic_tokenizer().vocab_size
+    cfg = plan.new_model_config(**config.model.architecture, vocab_size=vocab_size)
   placements = plan.placements(
     cfg, jax.devices(), trainer=asked.trainer, searchers=asked.searchers, per_searcher=asked.per_searcher,
     share=asked.share, optimizer=config.train.optimizer, param_dtype=config.train.param_dtype,

@@ -34,9 +34,9 @@ class Placement(NamedTuple):
 
 def new_model_config(
   *, hidden_size: int, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int, mlp_size: int,
-  max_positions: int, tie_embeddings: bool, rope_theta: float, norm_eps: float, vocab_size: int = 256,
+  max_positions: int, tie_embeddings: bool, rope_theta: float, norm_eps: float, vocab_size: int,
 ) -> ModelConfig:
-  """A Llama-type decoder of these sizes. `vocab_size`: of the task's tokenizer; without one, a plan counts 256."""
+  """A Llama-type decoder of these sizes."""
   return from_huggingface({
     "model_type": "llama", "vocab_size": vocab_size, "hidden_size": hidden_size, "num_hidden_layers": num_layers,
     "num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads, "head_dim": head_dim,

