@@ -2,7 +2,7 @@ r"""Grades a completion whose answer is one number: `grade(completion, gold)` is
 
 An explicit answer counts before anything else: `#### 18` or `\boxed{18}`, then 'Answer: 18' / 'the answer is 18', then
 the last number of the text. Numbers are compared exactly, as rationals. Nothing is evaluated: an answer has to BE a
-number (with sign, thousands commas, currency, unit, percent, fraction, mixed number, or power of ten), which `3 * 6` is not.
+number (with sign, thousands commas, currency, unit, percent, fraction, mixed number, or power of ten); `3 * 6` is not.
 Policies:
 
   * several boxes, or a box and a `####`, must agree, and 'A or B' is no answer: hedging pays nothing. Of several `####`
