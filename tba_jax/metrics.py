@@ -12,6 +12,8 @@ import json
 import math
 import os
 import pathlib
+import socket
+import struct
 import sys
 import threading
 import time
@@ -110,33 +112,65 @@ class JsonLines:
       self._file.close()
 
 
+class _EventFile:
+  """TensorBoard events, written at once.
+
+  Not tensorboardX.SummaryWriter: that hands each event through a process queue to a thread, and its flush does not wait
+  for either, so a killed process loses what it had already reported as written.
+  """
+
+  def __init__(self, folder: pathlib.Path, *, first_step: int):
+    """TensorBoard hides what earlier files of the folder hold from `first_step` on."""
+    from tensorboardX.proto import event_pb2, summary_pb2
+    from tensorboardX.record_writer import masked_crc32c
+
+    self._event, self._summary, self._checksum = event_pb2.Event, summary_pb2.Summary, masked_crc32c
+    folder.mkdir(parents=True, exist_ok=True)
+    # TensorBoard reads files in order of their names; nanoseconds keep those of one second apart.
+    name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}"
+    self._file = open(folder / name, "xb")
+    self._write(self._event(wall_time=time.time(), file_version="brain.Event:2"))
+    start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+    self._write(self._event(wall_time=time.time(), step=first_step, session_log=start))
+
+  def write(self, step: int, scalars: Mapping[str, float], *, wall_time: float) -> None:
+    values = [self._summary.Value(tag=key, simple_value=value) for key, value in scalars.items()]
+    self._write(self._event(wall_time=wall_time, step=step, summary=self._summary(value=values)))
+
+  def _write(self, event: Any) -> None:
+    # The framing of TFRecord: length, checksum of the length, record, checksum of the record.
+    record = event.SerializeToString()
+    length = struct.pack("<Q", len(record))
+    self._file.write(length + struct.pack("<I", self._checksum(length)) + record)
+    self._file.write(struct.pack("<I", self._checksum(record)))
+    self._file.flush()
+
+  def close(self) -> None:
+    self._file.close()
+
+
 class MetricsWriter:
   """The one writer of scalars: metrics.jsonl and events in workdir/tensorboard. Safe from several threads."""
 
   def __init__(self, workdir: str | os.PathLike[str], *, resume_step: int):
     """`resume_step`: of the checkpoint that the run goes on from, -1 if none. Later lines and events are dropped."""
-    import tensorboardX
-
     workdir = pathlib.Path(workdir)
     self._lines = JsonLines(workdir / METRICS_FILE, resume_step=resume_step)
-    # With a purge step TensorBoard hides the events of earlier files from that step on.
-    self._events = tensorboardX.SummaryWriter(str(workdir / "tensorboard"), purge_step=resume_step + 1)
+    self._events = _EventFile(workdir / "tensorboard", first_step=resume_step + 1)
     self._lock = threading.Lock()
 
   def write(self, step: int, scalars: Mapping[str, Any]) -> None:
     """Writes {"step", "wall_time" (seconds since 1970), ...scalars} and the finite numbers among them as events."""
     now = time.time()
     scalars = {key: plain(value) for key, value in scalars.items()}
-    self._lines.write({"step": int(step), "wall_time": now, **scalars})
+    numbers = {key: value for key, value in scalars.items() if isinstance(value, (int, float))}
     with self._lock:
-      for key, value in scalars.items():
-        if isinstance(value, (int, float)):
-          self._events.add_scalar(key, value, global_step=int(step), walltime=now)
-      self._events.flush()
+      self._lines.write({"step": int(step), "wall_time": now, **scalars})
+      self._events.write(int(step), numbers, wall_time=now)
 
   def close(self) -> None:
-    self._lines.close()
     with self._lock:
+      self._lines.close()
       self._events.close()
 
 
@@ -249,6 +283,39 @@ def format_secs(secs: float) -> str:
   minutes, secs = divmod(max(0, round(secs)), 60)
   hours, minutes = divmod(minutes, 60)
   return f"{hours}:{minutes:02}:{secs:02}" if hours else f"{minutes}:{secs:02}"
+
+
+class StageProgress:
+  """Progress of a stage with a known number of steps, such as fine-tuning: a live line, or a plain one every few seconds."""
+
+  def __init__(
+    self, name: str, num_steps: int, *, stream: TextIO | None = None, interval_secs: float = 5.0,
+    clock: Callable[[], float] = time.monotonic,
+  ):
+    self._name, self._num_steps, self._interval_secs = name, num_steps, interval_secs
+    self._stream, self._clock = stream or sys.stderr, clock
+    self._first: tuple[int, float] | None = None  # step and time of the first update, after whatever it had to compile
+    self._last_secs = -math.inf
+
+  def update(self, done: int, text: str = "") -> None:
+    """Shows that `done` steps are done."""
+    now = self._clock()
+    if self._first is None:
+      self._first = (done, now)
+    first_step, began_secs = self._first
+    rate = (done - first_step) / (now - began_secs) if now > began_secs else 0.0
+    live = self._stream.isatty()
+    if done < self._num_steps and now - self._last_secs < (0.1 if live else self._interval_secs):
+      return
+    self._last_secs = now
+    eta = format_secs((self._num_steps - done) / rate) if rate > 0 else "?"
+    line = f"{self._name} {done}/{self._num_steps}  {text}  {rate:.3g}/s  ETA {eta}"
+    print(f"\r\x1b[K{line}" if live else line, end="" if live else "\n", file=self._stream, flush=True)
+
+  def close(self) -> None:
+    """Ends the live line."""
+    if self._stream.isatty() and self._last_secs > -math.inf:
+      print(file=self._stream, flush=True)
 
 
 # --- Results ---

@@ -55,10 +55,19 @@ class WeightStore:
     converted = self._convert(params)
     return Weights(version, jax.device_put(converted, self._placements[searcher], may_alias=False))
 
-  def adopt(self, per_searcher: Sequence[Weights]) -> None:
-    """Puts restored weights in place, one for each searcher."""
+  def adopt(self, params: Any, version: int) -> None:
+    """Puts restored weights in place, in a searcher's layout: a copy for each searcher."""
     with self._lock:
-      self._latest = list(per_searcher)
+      self._latest = [Weights(version, jax.device_put(params, place, may_alias=False)) for place in self._placements]
+
+  def abstract(self, params: Any, *, searcher: int) -> Any:
+    """Shapes, dtypes and shardings of one searcher's weights, as a checkpoint is restored to."""
+    place = self._placements[searcher]
+    sharding = jax.sharding.SingleDeviceSharding(place) if isinstance(place, jax.Device) else place
+    converted = jax.eval_shape(self._convert, params)
+    if isinstance(sharding, jax.sharding.Sharding):
+      sharding = jax.tree.map(lambda _: sharding, converted)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), converted, sharding)
 
   def latest(self, searcher: int) -> Weights:
     """The newest weights that have arrived at a searcher. Raises RuntimeError before the first publish."""

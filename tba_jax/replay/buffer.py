@@ -176,7 +176,7 @@ class ReplayBuffer:
         groups, weights = self._choose_groups(num_prompts, responses_per_prompt)
       draw = self._gather(groups, weights, responses_per_prompt=responses_per_prompt, version=version)
       drawn = np.concatenate(groups)
-      self._store.uses[drawn] += 1
+      self._store.use(drawn)
       self._counts["rows_drawn"] += len(drawn)
       self._counts["groups_drawn"] += num_prompts
       self._counts["groups_short"] += sum(len(group) < responses_per_prompt for group in groups)
@@ -218,7 +218,7 @@ class ReplayBuffer:
       store = self._store
       mean_version = store.sum_versions / store.num_live if store.num_live else float(self._version)
       return self._counts | {
-          "live_rows": store.num_live, "fill": store.num_live / self._capacity, "live_prompts": len(store.slots),
+          "live_rows": store.num_live, "unused_groups": store.num_unused_groups, "fill": store.num_live / self._capacity, "live_prompts": len(store.slots),
           "drawable_groups": self._num_available(), "recent": self._chooser.num_recent, "mean_age": self._version - mean_version}
 
   def state_dict(self) -> dict[str, dict[str, Any]]:

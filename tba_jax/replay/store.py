@@ -14,6 +14,7 @@ from tba_jax.types import RolloutGroup
 _TOKEN_COLUMNS = ("tokens", "log_mu", "log_ref")
 _ROW_COLUMNS = ("slot", "length", "reward", "truncated", "occurrence", "attempt", "oldest_version", "newest_version", "uses", "arrival",
                 "first_arrival", "residual")
+_LATEST = np.iinfo(np.int32).max
 _CHUNK_ROWS = 4096  # rows copied at a time when saving, so that a large buffer is never held twice in between
 
 
@@ -55,6 +56,7 @@ class RowStore:
     self.next_arrival = 0
     self._free_rows, self._next_row = [], 0
     self._free_slots, self._next_slot = [], 0
+    self._unused: dict[int, int] = {}  # first arrival of each sampling group that no draw has touched -> its live rows
 
   def append(self, group: RolloutGroup, samples: np.ndarray, *, residual: float) -> np.ndarray:
     """Writes the chosen samples of a group, in order, as the newest rows; there must be room. Returns the rows, int64 [n]."""
@@ -68,7 +70,7 @@ class RowStore:
       stored[rows, :width] = np.where(real, given[samples, :width], 0)
       stored[rows, width:] = 0
     versions = group.versions[samples, :width]
-    oldest = np.where(real, versions, np.iinfo(np.int32).max).min(axis=1)
+    oldest = np.where(real, versions, _LATEST).min(axis=1)
     slot = self._take_slot(group)
     self.rows_of_slot[slot] += num
     self.slot[rows] = slot
@@ -78,12 +80,13 @@ class RowStore:
     self.occurrence[rows] = group.occurrence
     self.attempt[rows] = group.attempt
     self.oldest_version[rows] = oldest
-    self.newest_version[rows] = np.where(real, versions, np.iinfo(np.int32).min).max(axis=1)
+    self.newest_version[rows] = np.where(real, versions, -1).max(axis=1)
     self.uses[rows] = 0
     self.arrival[rows] = np.arange(self.next_arrival, self.next_arrival + num)
     self.first_arrival[rows] = self.next_arrival
     self.residual[rows] = residual
     self._link(rows)
+    self._unused[self.next_arrival] = num
     self.next_arrival += num
     self.num_live += num
     self.sum_versions += int(oldest.sum(dtype=np.int64))
@@ -102,6 +105,11 @@ class RowStore:
       self.newest = before
     self.arrival[row] = -1
     self.num_live -= 1
+    group = int(self.first_arrival[row])
+    if group in self._unused:
+      self._unused[group] -= 1
+      if not self._unused[group]:
+        del self._unused[group]
     self.sum_versions -= int(self.oldest_version[row])
     self._free_rows.append(row)
     slot = int(self.slot[row])
@@ -109,6 +117,17 @@ class RowStore:
     if self.rows_of_slot[slot] == 0:
       del self.slots[int(self.prompt_id[slot])]
       self._free_slots.append(slot)
+
+  def use(self, rows: np.ndarray) -> None:
+    """A draw took these live rows."""
+    self.uses[rows] += 1
+    for group in np.unique(self.first_arrival[rows]).tolist():
+      self._unused.pop(group, None)
+
+  @property
+  def num_unused_groups(self) -> int:
+    """Sampling groups with live rows of which no draw has taken any."""
+    return len(self._unused)
 
   def group_of(self, row: int) -> list[int]:
     """The live rows of the sampling group of a row, in sampling order; for orders in which groups stay whole."""
@@ -162,7 +181,7 @@ class RowStore:
     arrays |= {
         "rows": rows, "slots": slots, "prompt_id": self.prompt_id[slots], "prompt_length": self.prompt_length[slots],
         "prompt_tokens": _pack(self.prompt_tokens, slots, self.prompt_length),
-        "free_rows": np.array(self._free_rows, np.int64), "free_slots": np.array(self._free_slots, np.int64)}
+        "unused": np.array(sorted(self._unused), np.int64), "free_rows": np.array(self._free_rows, np.int64), "free_slots": np.array(self._free_slots, np.int64)}
     return arrays, {"next_row": self._next_row, "next_slot": self._next_slot, "next_arrival": self.next_arrival}
 
   def load(self, arrays: dict[str, np.ndarray], scalars: dict[str, Any]) -> None:
@@ -183,6 +202,9 @@ class RowStore:
     self._next_row, self._next_slot = scalars["next_row"], scalars["next_slot"]
     self.next_arrival, self.num_live = scalars["next_arrival"], len(rows)
     self.sum_versions = int(self.oldest_version[rows].sum(dtype=np.int64))
+    unused, counts = np.unique(self.first_arrival[rows], return_counts=True)
+    kept = np.isin(unused, arrays["unused"])
+    self._unused = dict(zip(unused[kept].tolist(), counts[kept].tolist()))
     if len(rows):
       self._link(rows)
 

@@ -1,0 +1,211 @@
+"""Where searchers and the trainer meet: the ledger of prompts, the replay buffer and flow control, behind one condition variable.
+
+Searchers ask to start a group and bring finished ones; the trainer asks for batches. Every wait is metered, gives up when the run is
+stopped, and says what it waits for when it takes long. Nothing is held while a device works.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tba_jax.replay.buffer import NotEnoughData, ReplayBuffer
+from tba_jax.replay.flow import PromptLedger, may_start_group
+from tba_jax.types import Draw, Occurrence, RolloutGroup
+
+_LOOK_SECS = 0.1  # how often a wait looks at the stop flag by itself
+_SAY_SECS = 60.0
+
+
+class Exchange:
+  """See the module. One object per run, used by every thread.
+
+  Args:
+    groups_per_step, responses_per_prompt: of a training batch.
+    fill_responses: responses that must have arrived before the first batch is drawn.
+    max_staleness: admission bound in updates, -1: none.
+    max_lead_steps: searchers stop when this many steps' worth of groups are unused or running, -1: they run free.
+    say: prints a line for the user.
+  """
+
+  def __init__(
+      self,
+      *,
+      ledger: PromptLedger,
+      buffer: ReplayBuffer,
+      groups_per_step: int,
+      responses_per_prompt: int,
+      fill_responses: int,
+      max_staleness: int,
+      max_lead_steps: int,
+      say: Callable[[str], None],
+  ):
+    self.ledger, self.buffer = ledger, buffer
+    self._groups_per_step, self._responses_per_prompt = groups_per_step, responses_per_prompt
+    self._fill_responses, self._max_staleness, self._max_lead_steps = fill_responses, max_staleness, max_lead_steps
+    self._say = say
+    self._changed = threading.Condition()
+    self._stopped, self._admits = False, True
+    self._trainer_version = 0
+    self._next_version = 0  # at which the next batch to be drawn will be trained
+    self._num_arrived = 0  # responses, over the whole run
+    self._checked_version = -1
+
+  # --- Searchers ---
+
+  def try_start(self, *, version: int) -> Occurrence | None:
+    """The next occurrence, if flow control lets a searcher that holds `version` start a group now."""
+    with self._changed:
+      return self.ledger.take() if self._may_start(version) else None
+
+  def next_occurrence(self) -> Occurrence:
+    """The next occurrence, for a driver that controls the flow by its own schedule."""
+    with self._changed:
+      return self.ledger.take()
+
+  def close_admission(self) -> None:
+    """No group may be started any more."""
+    with self._changed:
+      self._admits = False
+
+  def wait_to_start(self, *, version: Callable[[], int]) -> bool:
+    """Blocks until a group may be started; False when the run was stopped or `_LOOK_SECS` have passed."""
+    with self._changed:
+      if not self._may_start(version()):
+        self._changed.wait(_LOOK_SECS)
+      return self._may_start(version())
+
+  def _may_start(self, version: int) -> bool:
+    if self._stopped or not self._admits:
+      return False
+    running, unused = self.ledger.stats()["in_flight"], int(self.buffer.stats()["unused_groups"])
+    if self._max_lead_steps >= 0 and running + unused >= self._max_lead_steps * self._groups_per_step + self._fill_groups():
+      return False
+    if self._max_staleness < 0:
+      return True
+    return may_start_group(
+        trainer_version=self._next_version, searcher_version=version, unused_groups=unused, running_groups=running,
+        groups_per_step=self._groups_per_step, max_staleness=self._max_staleness)
+
+  def _fill_groups(self) -> int:
+    """Groups that the initial fill still lacks: the lead must not stop it."""
+    lacking = self._fill_responses - self._num_arrived
+    return max(0, -(-lacking // self._responses_per_prompt))
+
+  def bring(self, occurrence: Occurrence, group: RolloutGroup | None) -> None:
+    """Books an occurrence as finished and puts its group, if it has one, into the buffer; one atomic act."""
+    with self._changed:
+      if group is None:
+        self.ledger.drop(occurrence)
+      else:
+        self.buffer.add(group)
+        self.ledger.finish(occurrence)
+        self._num_arrived += len(group.lengths)
+      self._changed.notify_all()
+
+  def give_back(self, occurrences: list[Occurrence]) -> None:
+    """Occurrences whose group was lost: others will take them, with fresh keys."""
+    with self._changed:
+      for occurrence in occurrences:
+        self.ledger.requeue(occurrence)
+      self._changed.notify_all()
+
+  def claim_check(self, version: int) -> bool:
+    """True for one caller per version: whose group is to be compared with the trainer's log-probabilities."""
+    with self._changed:
+      if version <= self._checked_version:
+        return False
+      self._checked_version = version
+      return True
+
+  def unclaim_check(self, version: int) -> None:
+    """The claimed comparison could not be made; the next group of that version may."""
+    with self._changed:
+      self._checked_version = min(self._checked_version, version - 1)
+
+  # --- Trainer ---
+
+  def try_draw(self, *, version: int) -> Draw | None:
+    """A batch to train at `version`, or None while there is not enough of it."""
+    with self._changed:
+      return self._try_draw(version)
+
+  def _try_draw(self, version: int) -> Draw | None:
+    if self._num_arrived < self._fill_responses:
+      return None
+    shape = dict(num_prompts=self._groups_per_step, responses_per_prompt=self._responses_per_prompt, version=version)
+    if not self.buffer.can_draw(**shape):
+      return None
+    try:
+      draw = self.buffer.draw(**shape)
+    except NotEnoughData:
+      return None
+    self._next_version = version + 1
+    self._changed.notify_all()
+    return draw
+
+  def wait_draw(self, *, version: int, alive: Callable[[], None]) -> Draw | None:
+    """Blocks until a batch can be drawn; None when the run was stopped.
+
+    Args:
+      version: at which the batch will be trained.
+      alive: raises if nobody is left who could bring groups; called at every look.
+    """
+    began = said = time.monotonic()
+    while True:
+      alive()
+      with self._changed:
+        if self._stopped:
+          return None
+        draw = self._try_draw(version)
+        if draw is not None:
+          return draw
+        self._changed.wait(_LOOK_SECS)
+      if time.monotonic() - said > _SAY_SECS:
+        said = time.monotonic()
+        self._say(f"the trainer has waited {said - began:.0f} s for rollouts: {self.describe()}")
+
+  def describe(self) -> str:
+    """What is there and what is under way, in words."""
+    with self._changed:
+      live, running = self.buffer.stats()["live_rows"], self.ledger.stats()["in_flight"]
+      return (f"{self._num_arrived} responses have arrived (first batch at {self._fill_responses}), {live} are in the buffer, "
+              f"{running} groups are being sampled, the trainer is at version {self._trainer_version}")
+
+  def advance(self, version: int) -> None:
+    """The trainer has applied updates up to `version`. A batch drawn ahead may already have moved the next draw's version further."""
+    with self._changed:
+      self._trainer_version = version
+      self._changed.notify_all()
+
+  def mark_publish(self, version: int) -> None:
+    """Weights of `version` were published: from here on a new recent set begins."""
+    with self._changed:
+      self.buffer.mark_publish(version)
+      self._changed.notify_all()
+
+  def stop(self) -> None:
+    """Ends every wait."""
+    with self._changed:
+      self._stopped = True
+      self._changed.notify_all()
+
+  # --- Checkpoints ---
+
+  def state_dict(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Arrays and JSON of buffer and ledger, taken at one moment."""
+    with self._changed:
+      state = self.buffer.state_dict()
+      return state["arrays"], {"buffer": state["scalars"], "ledger": self.ledger.state_dict(), "num_arrived": self._num_arrived,
+                      "checked_version": self._checked_version}
+
+  def load_state_dict(self, arrays: dict[str, np.ndarray], state: dict[str, Any], *, version: int) -> None:
+    with self._changed:
+      self.buffer.load_state_dict({"arrays": arrays, "scalars": state["buffer"]}, newest_version=version)
+      self.ledger.load_state_dict(state["ledger"])
+      self._num_arrived, self._checked_version = state["num_arrived"], state["checked_version"]
+      self._trainer_version = self._next_version = version

@@ -1,0 +1,362 @@
+"""Everything that a run consists of, and what all its modes do alike: log a step, publish, evaluate, save, resume, sum up."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from tba_jax.checkpoints.run_state import RunState, Snapshot
+from tba_jax.evaluate import Evaluation, evaluate_greedy
+from tba_jax.meters import StalenessStats, Timeline, WaitMeter
+from tba_jax.metrics import MetricsWriter, Progress, RolloutLog
+from tba_jax.runtime.exchange import Exchange
+from tba_jax.runtime.trainer import StepReport, Trainer
+from tba_jax.searcher import LogprobGap, Searcher, SearcherCounts
+from tba_jax.tasks.base import Task
+from tba_jax.types import Prompt, RolloutGroup
+from tba_jax.weights import Weights, WeightStore
+
+
+class StopFlag:
+  """Asks a run to end at the next step boundary; set by signals and by tests."""
+
+  def __init__(self):
+    self._event = threading.Event()
+    self.reason = ""
+
+  def set(self, reason: str) -> None:
+    if not self._event.is_set():
+      self.reason = reason
+    self._event.set()
+
+  def is_set(self) -> bool:
+    return self._event.is_set()
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSettings:
+  """Named values of the config that the drivers need."""
+
+  seed: int
+  mode: str
+  loss: str
+  steps: int
+  groups_per_step: int
+  responses_per_prompt: int
+  lag: int  # -1: the draw of TBA
+  sync_every_steps: int
+  eval_every_steps: int
+  checkpoint_every_steps: int
+  max_new_tokens: int
+  rollouts_per_step: int
+  searcher_restarts: int
+  stop_timeout_secs: float
+
+
+@dataclasses.dataclass
+class Totals:
+  """Sums over the whole run, earlier processes of a resumed one included. Saved with every checkpoint."""
+
+  wall_secs: float = 0.0  # of the processes before this one
+  train_secs: float = 0.0  # from the first draw on, of the processes before this one
+  trained_tokens: int = 0
+  trained_responses: int = 0
+  skipped_updates: int = 0
+  rollouts: int = 0
+  generated_tokens: int = 0
+  truncated: int = 0
+  bad_rewards: int = 0
+  masked: int = 0
+  dropped_groups: int = 0
+  searcher_restarts: int = 0
+  logprob_gap_max: float = 0.0
+  logprob_gap_p95: float = 0.0  # the largest of the groups' p95
+  logprob_tokens_compared: int = 0
+  accuracy_before: float = math.nan
+  accuracy_after: float = math.nan
+  accuracy_best: float = math.nan
+  best_step: int = -1
+  last_eval_step: int = -1
+
+
+_COUNT_NAMES = {"truncated": "truncated_rollouts"}  # a loss reports the truncated rows of its batch under the shorter name
+_SEARCHER_COUNTS = tuple(field.name for field in dataclasses.fields(SearcherCounts))
+
+
+class Run:
+  """The parts of a run and its books. Drivers (`lockstep`, `local`) decide who does what when.
+
+  `began`: time.monotonic() when the process began its work. Thread-safe where searchers call it: `note_group`, `note_gap`, `record_evaluation`.
+  """
+
+  def __init__(
+      self,
+      *,
+      settings: RunSettings,
+      task: Task,
+      eval_prompts: Sequence[Prompt],
+      trainer: Trainer,
+      searchers: list[Searcher],
+      exchange: Exchange,
+      weights: WeightStore,
+      run_state: RunState,
+      writer: MetricsWriter,
+      rollouts: RolloutLog,
+      timeline: Timeline,
+      waits: WaitMeter,
+      progress: Progress,
+      stop: StopFlag,
+      began: float,
+  ):
+    self.settings, self.task, self.eval_prompts = settings, task, eval_prompts
+    self.trainer, self.searchers, self.exchange, self.weights = trainer, searchers, exchange, weights
+    self.run_state, self.writer, self.rollouts = run_state, writer, rollouts
+    self.timeline, self.waits, self.progress, self.stop = timeline, waits, progress, stop
+    self.staleness = StalenessStats()
+    self.totals = Totals()
+    self.published_version = -1
+    self._began = began
+    self._train_began: float | None = None
+    self._lock = threading.Lock()
+    self._fresh_groups: list[RolloutGroup] = []  # since the last logged step, at most what is logged of them
+    self._gaps: list[LogprobGap] = []  # since the last logged step
+    self._logged_at: tuple[float, int, int] | None = None  # time, trained and generated tokens at the last logged step
+    self._accuracy = math.nan
+    self._evaluating_step = -1  # the last step whose evaluation was asked for in this process
+    self.num_evaluated = 0
+
+  # --- What searchers report ---
+
+  def note_group(self, group: RolloutGroup) -> None:
+    """Keeps a few groups for people to read."""
+    with self._lock:
+      if len(self._fresh_groups) < self.settings.rollouts_per_step:
+        self._fresh_groups.append(group)
+
+  def note_gap(self, gap: LogprobGap) -> None:
+    """Books a comparison of the sampler's log-probabilities with the trainer's."""
+    with self._lock:
+      self._gaps.append(gap)
+      totals = self.totals
+      totals.logprob_gap_max = max(totals.logprob_gap_max, gap.max)
+      totals.logprob_gap_p95 = max(totals.logprob_gap_p95, gap.p95)
+      totals.logprob_tokens_compared += gap.num_tokens
+
+  def check_gap(self, searcher: Searcher, group: RolloutGroup) -> None:
+    """Once per version: compares this group's log_mu with the trainer's path, if its weights are still at hand."""
+    version = int(group.versions[0, 0])
+    if self.exchange.claim_check(version):
+      gap = searcher.logprob_gap(group)
+      if gap is None:
+        self.exchange.unclaim_check(version)
+      else:
+        self.note_gap(gap)
+
+  # --- Steps ---
+
+  @property
+  def step(self) -> int:
+    """Optimizer steps attempted so far."""
+    return self.trainer.steps
+
+  def begin_training(self) -> None:
+    if self._train_began is None:
+      self._train_began = time.monotonic()
+
+  def after_step(self, report: StepReport) -> None:
+    """Books and logs a finished step."""
+    totals = self.totals
+    totals.trained_tokens += report.num_tokens
+    totals.trained_responses += int(report.draw.valid.sum())
+    totals.skipped_updates += int(report.metrics["skipped"])
+    self.staleness.add(report.staleness)
+    self.exchange.advance(self.trainer.version)
+    with self._lock:
+      groups, self._fresh_groups = self._fresh_groups, []
+      gaps, self._gaps = self._gaps, []
+    for group in groups:
+      self._log_rollout(group)
+    self._log_scalars(report, gaps)
+
+  def _log_scalars(self, report: StepReport, gaps: list[LogprobGap]) -> None:
+    counts = self.searcher_counts()
+    now = time.monotonic()
+    then, trained, generated = self._logged_at or (self._train_began, 0, 0)
+    secs = max(now - then, 1e-9)
+    rates = {
+        "trained_tokens_per_second": (self.totals.trained_tokens - trained) / secs,
+        "generated_tokens_per_second": (counts["generated_tokens"] - generated) / secs,
+    }
+    self._logged_at = (now, self.totals.trained_tokens, counts["generated_tokens"])
+    valid = report.draw.valid
+    staleness = report.staleness
+    scalars = {
+        **report.metrics,
+        "version": self.trainer.version,
+        "reward": float(report.draw.rewards[valid].mean()),
+        "response_tokens": float(report.draw.lengths[valid].mean()),
+        "staleness_mean": float(staleness.mean()),
+        "staleness_max": int(staleness.max()),
+        "trained_tokens": self.totals.trained_tokens,
+        **{_COUNT_NAMES.get(name, name): value for name, value in counts.items()},
+        **{f"buffer_{name}": value for name, value in self.exchange.buffer.stats().items()},
+        **rates,
+        "step_seconds": report.secs,
+        "trainer_wait_seconds": self.waits.seconds("trainer"),
+        "searcher_wait_seconds": self.waits.seconds("searcher"),
+        "wall_seconds": self.wall_secs(),
+    }
+    if gaps:
+      scalars |= {"logprob_gap_max": max(gap.max for gap in gaps), "logprob_gap_p95": max(gap.p95 for gap in gaps),
+                  "logprob_tokens_compared": sum(gap.num_tokens for gap in gaps)}
+    self.writer.write(self.step, scalars)
+    self.progress.update(self.step, reward=scalars["reward"], accuracy=self._accuracy, loss=report.metrics["loss"],
+                         staleness=scalars["staleness_mean"], **rates)
+
+  def _log_rollout(self, group: RolloutGroup) -> None:
+    length = int(group.lengths[0])
+    self.rollouts.write(
+        self.step, prompt=self.task.train_prompts()[group.prompt_id].text, response=group.texts[0], reward=float(group.rewards[0]),
+        version=int(group.versions[0, :length].min()), num_prompt_tokens=len(group.prompt), num_response_tokens=length,
+        truncated=bool(group.truncated[0]), searcher=group.searcher, occurrence=group.occurrence,
+        log_mu=float(group.log_mu[0, :length].sum()), log_ref=float(group.log_ref[0, :length].sum()))
+
+  def searcher_counts(self) -> dict[str, int]:
+    """Sums over all searchers and earlier processes."""
+    return {name: getattr(self.totals, name) + sum(getattr(s.counts, name) for s in self.searchers) for name in _SEARCHER_COUNTS}
+
+  def publish(self, *, wait: bool) -> None:
+    """Sends the trainer's weights to the searchers."""
+    with self.timeline.span("trainer", "publish"):
+      self.weights.publish(self.trainer.state.params, self.trainer.version, wait=wait)
+    self.published_version = self.trainer.version
+    self.exchange.mark_publish(self.trainer.version)
+
+  # --- Evaluation ---
+
+  def evaluation_due(self) -> bool:
+    """Whether the weights of this step are to be evaluated and have not been: before the first step, every few, after the last."""
+    every, step = self.settings.eval_every_steps, self.step
+    wanted = step == 0 or step >= self.settings.steps or (every > 0 and step % every == 0)
+    return wanted and step > max(self.totals.last_eval_step, self._evaluating_step)
+
+  def mark_evaluating(self) -> None:
+    """The evaluation of this step is under way."""
+    self._evaluating_step = self.step
+
+  def evaluate(self, searcher: Searcher, weights: Weights, *, step: int, stopped: Callable[[], bool]) -> Evaluation:
+    """Greedy accuracy at pinned weights on an idle searcher."""
+    with self.timeline.span(f"searcher{searcher.index}", "eval"):
+      result = evaluate_greedy(
+          searcher.engine, weights, self.eval_prompts, reward=self.task.reward, response_text=self.task.response_text,
+          max_new_tokens=self.settings.max_new_tokens, stopped=stopped)
+    searcher.forget_weights()  # the engine holds the evaluated ones now
+    self.record_evaluation(result, step=step)
+    return result
+
+  def record_evaluation(self, result: Evaluation, *, step: int) -> None:
+    """Logs an evaluation at the step whose weights it is of."""
+    with self._lock:
+      totals, self._accuracy = self.totals, result.accuracy
+      totals.last_eval_step = max(totals.last_eval_step, step)
+      if step == 0:
+        totals.accuracy_before = result.accuracy
+      if step >= self.settings.steps:
+        totals.accuracy_after = result.accuracy
+      if not result.accuracy <= totals.accuracy_best:
+        totals.accuracy_best, totals.best_step = result.accuracy, step
+        self.run_state.mark_best(step)
+    self.writer.write(step, {"eval_accuracy": result.accuracy, "eval_size": result.size, "eval_version": result.version,
+                             "eval_response_tokens": result.mean_tokens, "eval_truncated": result.truncated})
+    for response in result.responses[:32]:
+      self.rollouts.write(
+          step, prompt=response.prompt.text, response=response.text, reward=response.reward, version=result.version,
+          num_prompt_tokens=len(response.prompt.tokens), num_response_tokens=response.num_tokens, truncated=response.truncated,
+          kind="eval")
+    self.num_evaluated += 1
+    self.progress.message(f"step {step}: held-out accuracy {result.accuracy:.1%} on {result.size} prompts (greedy, version "
+                          f"{result.version})")
+
+  # --- Checkpoints ---
+
+  def checkpoint_due(self, step: int | None = None) -> bool:
+    """Whether the run is to be saved after `step` (default: this one) steps."""
+    every, step = self.settings.checkpoint_every_steps, self.step if step is None else step
+    return every > 0 and step % every == 0
+
+  def wall_secs(self) -> float:
+    return self.totals.wall_secs + time.monotonic() - self._began
+
+  def train_secs(self) -> float:
+    return self.totals.train_secs + (0.0 if self._train_began is None else time.monotonic() - self._train_began)
+
+  def save(self, *, wait: bool = False) -> None:
+    """Writes a checkpoint of this moment; no step may be under way."""
+    with self.timeline.span("trainer", "checkpoint"):
+      arrays, exchange = self.exchange.state_dict()
+      counts = self.searcher_counts()
+      with self._lock:
+        totals = dataclasses.asdict(self.totals) | counts
+        gaps = [dataclasses.asdict(gap) for gap in self._gaps]
+      totals |= {"wall_secs": self.wall_secs(), "train_secs": self.train_secs()}
+      held_back = self.published_version != self.trainer.version
+      meta = {
+          "exchange": exchange, "totals": {k: v for k, v in totals.items() if not _is_nan(v)}, "gaps": gaps,
+          "published_version": self.published_version, "staleness": self.staleness.state_dict(), "waits": self.waits.state_dict(),
+          "accuracy": None if math.isnan(self._accuracy) else self._accuracy,
+      }
+      published = self.weights.latest(0).params if held_back else None
+      self.run_state.save(Snapshot(self.step, self.trainer.state, published, arrays, meta), wait=wait)
+
+  def resume(self, snapshot: Snapshot) -> None:
+    """Goes on from a checkpoint."""
+    self.run_state.drop_steps_after(snapshot.step)
+    self.trainer.restore(snapshot.train_state)
+    meta = snapshot.meta
+    self.exchange.load_state_dict(snapshot.buffer, meta["exchange"], version=self.trainer.version)
+    self.totals = Totals(**meta["totals"])
+    self.staleness.load_state_dict(meta["staleness"])
+    self.waits.load_state_dict(meta["waits"])
+    self._gaps = [LogprobGap(**gap) for gap in meta["gaps"]]
+    self._accuracy = math.nan if meta["accuracy"] is None else meta["accuracy"]
+    if self.totals.best_step >= 0:
+      self.run_state.mark_best(self.totals.best_step)
+    self.published_version = meta["published_version"]
+    if snapshot.published is None:
+      self.weights.publish(self.trainer.state.params, self.trainer.version, wait=True)
+    else:
+      self.weights.adopt(snapshot.published, self.published_version)
+
+  # --- The end ---
+
+  def results(self) -> dict[str, Any]:
+    """What results.json holds."""
+    totals, counts, settings = self.totals, self.searcher_counts(), self.settings
+    train_secs = self.train_secs()
+    decode = self.timeline.busy_overlap(
+        "trainer", {"step"}, other_actors={f"searcher{s.index}" for s in self.searchers}, other_kinds={"decode"})
+    return {
+        "accuracy_before": totals.accuracy_before, "accuracy_after": totals.accuracy_after, "accuracy_best": totals.accuracy_best,
+        "best_step": totals.best_step, "eval_size": len(self.eval_prompts), "wall_seconds": self.wall_secs(),
+        "train_seconds": train_secs, "steps": self.step, "version": self.trainer.version, "skipped_updates": totals.skipped_updates,
+        "rollouts": counts["rollouts"], "rollouts_per_second": counts["rollouts"] / max(train_secs, 1e-9),
+        "trained_responses": totals.trained_responses, "trained_tokens": totals.trained_tokens,
+        "trained_tokens_per_second": totals.trained_tokens / max(train_secs, 1e-9),
+        "generated_tokens": counts["generated_tokens"], "truncated_rollouts": counts["truncated"],
+        "bad_rewards": counts["bad_rewards"], "dropped_groups": counts["dropped_groups"],
+        **self.staleness.summary(),
+        "trainer_wait_seconds": self.waits.seconds("trainer"), "searcher_wait_seconds": self.waits.seconds("searcher"),
+        "searchers_decode_while_trainer_steps": decode, "searcher_restarts": totals.searcher_restarts,
+        "logprob_gap_max": totals.logprob_gap_max, "logprob_gap_p95": totals.logprob_gap_p95,
+        "logprob_tokens_compared": totals.logprob_tokens_compared, "seed": settings.seed, "mode": settings.mode, "loss": settings.loss,
+    }
+
+
+def _is_nan(value: Any) -> bool:
+  return isinstance(value, float) and np.isnan(value)

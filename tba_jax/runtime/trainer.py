@@ -1,0 +1,160 @@
+"""The trainer side of a run: turns draws into optimizer steps on its mesh. It never generates and never asks a searcher for anything."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from tba_jax.replay.collate import BatchShape, batch_shapes, collate
+from tba_jax.types import Batch, Draw, TrainState
+
+
+class TooManyNonFinite(RuntimeError):
+  """Several updates in a row had a loss or gradient that was not finite."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+  """A draw and the batch it makes, on the trainer's devices."""
+
+  draw: Draw
+  batch: Batch
+
+
+@dataclasses.dataclass(frozen=True)
+class StepReport:
+  """What one optimizer step did, on the host."""
+
+  metrics: dict[str, float]
+  draw: Draw
+  trained_at: int  # version that the rows were trained at
+  staleness: np.ndarray  # int [valid rows]
+  num_tokens: int
+  secs: float
+
+
+class Trainer:
+  """Owns the TrainState. `dispatch` starts a step and returns at once; `finish` waits for it.
+
+  Args:
+    state: initial TrainState, on the trainer's devices.
+    step: jitted (state, batch, beta) -> (state, metrics), donated.
+    beta_at_update: KL temperature of update u, from 1.
+    placement: of a Batch: shardings.
+    row_multiple, length_buckets: see `collate`.
+    max_nonfinite_in_row: after so many skipped updates in a row `finish` raises.
+    dump_folder: where the batch of such an update is written.
+  """
+
+  def __init__(
+      self,
+      *,
+      state: TrainState,
+      step: Any,
+      beta_at_update: Callable[[int], float],
+      placement: Batch,
+      row_multiple: int,
+      length_buckets: Sequence[int],
+      max_nonfinite_in_row: int,
+      dump_folder: str | os.PathLike,
+  ):
+    self.state = state
+    self._step, self._beta_at_update, self._placement = step, beta_at_update, placement
+    self._row_multiple, self._length_buckets = row_multiple, tuple(length_buckets)
+    self._max_nonfinite_in_row, self._dump_folder = max_nonfinite_in_row, pathlib.Path(dump_folder)
+    self.version = int(state.version)
+    self.steps = int(state.steps)
+    self._under_way: tuple[Prepared, dict[str, jax.Array], float] | None = None
+    self._programs: dict[tuple[int, ...], Any] = {}  # compiled step by the shape of a batch's rows
+
+  def restore(self, state: TrainState) -> None:
+    """Goes on from another state; no step may be under way."""
+    assert self._under_way is None
+    self.state, self.version, self.steps = state, int(state.version), int(state.steps)
+
+  def compile(self, num_responses: int, on_program: Callable[[int, int], None]) -> None:
+    """Compiles the step for every shape that a batch can have, so that no clock that matters counts it.
+
+    Args:
+      num_responses: rows of a draw.
+      on_program: called with the numbers of programs done and in all.
+    """
+    shapes = batch_shapes(num_responses=num_responses, row_multiple=self._row_multiple, length_buckets=self._length_buckets)
+    for done, shape in enumerate(shapes):
+      on_program(done, len(shapes))
+      self._program(_abstract_batch(shape, self._placement))
+    on_program(len(shapes), len(shapes))
+
+  def _program(self, batch: Batch) -> Any:
+    shape = batch.tokens.shape
+    if shape not in self._programs:
+      self._programs[shape] = self._step.lower(self.state, batch, np.float32(1.0)).compile()
+    return self._programs[shape]
+
+  def prepare(self, draw: Draw) -> Prepared:
+    """Host work of a step: rows to arrays, arrays to devices. Goes on beside a step that is under way."""
+    batch = collate(draw, row_multiple=self._row_multiple, length_buckets=self._length_buckets)
+    return Prepared(draw, jax.device_put(batch, self._placement))
+
+  def dispatch(self, prepared: Prepared) -> None:
+    """Starts the step that trains a batch."""
+    assert self._under_way is None
+    beta = np.float32(self._beta_at_update(self.version + 1))
+    self.state, metrics = self._program(prepared.batch)(self.state, prepared.batch, beta)
+    self._under_way = (prepared, metrics, time.monotonic())
+
+  def finish(self) -> StepReport:
+    """Waits for the step under way.
+
+    Raises: TooManyNonFinite, after writing the batch to the dump folder.
+    """
+    assert self._under_way is not None
+    (prepared, metrics, began), self._under_way = self._under_way, None
+    metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
+    draw, trained_at = prepared.draw, self.version
+    self.steps += 1
+    skipped = bool(metrics["skipped"])
+    self.version += not skipped
+    if skipped:
+      in_row = int(self.state.skipped_in_row)
+      if in_row >= self._max_nonfinite_in_row:
+        path = self._dump(prepared)
+        raise TooManyNonFinite(
+            f"the last {in_row} updates had a loss or gradient that is not finite (train.max_nonfinite_in_row="
+            f"{self._max_nonfinite_in_row}); they were skipped, the batch of the last is in {path}. Lower train.learning_rate, raise "
+            "loss.beta_final, or look at the rewards.")
+    valid = draw.valid
+    return StepReport(
+        metrics=metrics, draw=draw, trained_at=trained_at, staleness=(trained_at - draw.versions[valid]).astype(np.int64),
+        num_tokens=int(draw.lengths[valid].sum()), secs=time.monotonic() - began)
+
+  def _dump(self, prepared: Prepared) -> pathlib.Path:
+    path = self._dump_folder / f"nonfinite_step_{self.steps}.npz"
+    np.savez(path, **{field.name: getattr(prepared.draw, field.name) for field in dataclasses.fields(Draw)})
+    return path
+
+
+_PER_TOKEN = {"tokens": np.int32, "positions": np.int32, "segment_ids": np.int32, "sequence_ids": np.int32, "log_mu": np.float32,
+              "log_ref": np.float32}
+_PER_RESPONSE = {"rewards": np.float32, "group_ids": np.int32, "valid": np.bool_, "truncated": np.bool_, "weights": np.float32}
+
+
+def _abstract_batch(shape: BatchShape, placement: Batch) -> Batch:
+  """Shapes, dtypes and shardings of a batch."""
+
+  def leaf(name: str) -> jax.ShapeDtypeStruct:
+    sharding = getattr(placement, name)
+    if name in _PER_TOKEN:
+      return jax.ShapeDtypeStruct((shape.num_rows, shape.row_tokens), _PER_TOKEN[name], sharding=sharding)
+    if name in _PER_RESPONSE:
+      return jax.ShapeDtypeStruct((shape.num_responses,), _PER_RESPONSE[name], sharding=sharding)
+    return jax.ShapeDtypeStruct((), np.float32, sharding=sharding)
+
+  return Batch(**{name: leaf(name) for name in Batch._fields})

@@ -1,0 +1,218 @@
+"""Prompts to rollouts: decode, grade, score under the reference. One searcher owns one engine and is driven by one thread.
+
+A searcher knows nothing of buffers or of the trainer. It is given occurrences of prompts and gives back finished groups; which weights
+it holds is decided by whoever drives it, between two calls of `step`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tba_jax.sampling.engine import Engine, SampledGroup, SampleRequest, sample_keys
+from tba_jax.types import Occurrence, Prompt, RolloutGroup
+from tba_jax.weights import Weights
+
+TRUNCATED_POLICIES = ("score", "zero", "mask")
+
+Score = Callable[[Any, jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleSettings:
+  """How rollouts are made; the same for every searcher of a run."""
+
+  seed: int
+  num_samples: int  # S
+  temperature: float
+  max_new_tokens: int
+  truncated: str  # what a response without a stop token earns: "score" (graded as it is), "zero", "mask" (the row is left out)
+  length_buckets: tuple[int, ...]  # row lengths at which groups are scored
+
+
+@dataclasses.dataclass
+class SearcherCounts:
+  """What a searcher did since it was made."""
+
+  rollouts: int = 0
+  generated_tokens: int = 0
+  truncated: int = 0
+  bad_rewards: int = 0  # rows left out because their reward was not finite
+  masked: int = 0  # rows left out by the policy for truncated responses
+  dropped_groups: int = 0  # fewer than 2 rows were left
+
+
+@dataclasses.dataclass(frozen=True)
+class LogprobGap:
+  """|log_mu - log_pi| of one group, log_pi by the trainer's path at the version that sampled it; nats per token."""
+
+  version: int
+  max: float
+  p95: float
+  num_tokens: int
+
+
+class Searcher:
+  """Turns occurrences into graded, scored groups.
+
+  Args:
+    engine: for this searcher alone; it has this many `slots`.
+    score: (stacked params, tokens, positions, segment_ids) -> log_p; the trainer's scoring function.
+    reference: parameters of the frozen reference, stacked, on this searcher's devices.
+    prompts: of the task, by prompt id.
+    reward: (prompt, response text, truncated) -> reward.
+    response_text: token ids up to the stop token -> text that is graded.
+    span: `with span(kind)` around each stretch of work, for the timeline.
+  """
+
+  def __init__(
+      self,
+      *,
+      index: int,
+      engine: Engine,
+      slots: int,
+      score: Score,
+      reference: Any,
+      ref_version: int,
+      prompts: Sequence[Prompt],
+      reward: Callable[..., float],
+      response_text: Callable[[Sequence[int]], str],
+      settings: SampleSettings,
+      span: Callable[[str], Any],
+  ):
+    self.index = index
+    self.engine, self._slots = engine, slots
+    self.counts = SearcherCounts()
+    self._score, self._score_decode_layout = score, jax.jit(lambda params, *rows: score(restack(params), *rows))
+    self._reference, self._ref_version = reference, ref_version
+    self._prompts, self._reward, self._response_text = prompts, reward, response_text
+    self._settings = settings
+    self._span = span
+    self._given: Weights | None = None  # the newest the engine was given; in effect when the engine's version says so
+
+  @property
+  def version(self) -> int:
+    """Version of the weights that the next tokens will be sampled with, as far as is known now."""
+    return self._given.version if self.engine.version is None else self.engine.version
+
+  def give(self, weights: Weights) -> None:
+    """Hands over newer weights; the engine decides when they take effect."""
+    if self._given is None or weights.params is not self._given.params:
+      self.engine.set_weights(weights.params, weights.version)
+      self._given = weights
+
+  def forget_weights(self) -> None:
+    """Something else used the engine; the next `give` hands over whatever it is given."""
+    self._given = None
+
+  def wants_work(self) -> bool:
+    """Whether another group would find a free slot."""
+    return self.engine.num_running + self.engine.num_queued < self._slots
+
+  def is_idle(self) -> bool:
+    return self.engine.num_groups == 0
+
+  def start(self, occurrence: Occurrence) -> None:
+    """Queues the group of an occurrence. Its samples depend on the weights, the prompt and these keys alone."""
+    s = self._settings
+    keys = sample_keys(s.seed, occurrence=occurrence.occurrence, attempt=occurrence.attempt, num_samples=s.num_samples)
+    self.engine.submit(SampleRequest(
+        tag=occurrence, prompt=self._prompts[occurrence.prompt_id].tokens, keys=keys, temperature=s.temperature,
+        max_new_tokens=s.max_new_tokens))
+
+  def step(self) -> list[tuple[Occurrence, RolloutGroup | None]]:
+    """Decodes one chunk; grades and scores the groups that it finished. None: fewer than 2 usable rows, the prompt is skipped."""
+    with self._span("decode"):
+      sampled = self.engine.step()
+    return [(group.tag, self._finish(group)) for group in sampled]
+
+  def abandon(self) -> list[Occurrence]:
+    """Drops what is under way and says whose it was."""
+    return list(self.engine.cancel())
+
+  def logprob_gap(self, group: RolloutGroup) -> LogprobGap | None:
+    """Scores a group by the trainer's path at the weights that sampled it; None if they are not at hand any more."""
+    held = self._given
+    if held is None or not all((group.versions[i, :n] == held.version).all() for i, n in enumerate(group.lengths)):
+      return None
+    log_pi = self._score_rows(self._score_decode_layout, held.params, group.prompt, group.tokens, group.lengths)
+    real = np.arange(group.tokens.shape[1]) < group.lengths[:, None]
+    gap = np.abs(log_pi - group.log_mu)[real]
+    return LogprobGap(held.version, float(gap.max()), float(np.quantile(gap, 0.95)), int(gap.size))
+
+  def _finish(self, sampled: SampledGroup) -> RolloutGroup | None:
+    occurrence, prompt = sampled.tag, self._prompts[sampled.tag.prompt_id]
+    self.counts.rollouts += len(sampled.lengths)
+    self.counts.generated_tokens += int(sampled.lengths.sum())
+    self.counts.truncated += int(sampled.truncated.sum())
+    with self._span("grade"):
+      texts = [self._response_text(row[:n]) for row, n in zip(sampled.tokens, sampled.lengths)]
+      rewards = np.array([self._grade(prompt, text, cut) for text, cut in zip(texts, sampled.truncated)], np.float32)
+    keep = np.isfinite(rewards)
+    self.counts.bad_rewards += int((~keep).sum())
+    if self._settings.truncated == "mask":
+      self.counts.masked += int((keep & sampled.truncated).sum())
+      keep &= ~sampled.truncated
+    if keep.sum() < 2:  # with one response the loss is zero whatever the policy
+      self.counts.dropped_groups += 1
+      return None
+    with self._span("score"):
+      log_ref = self._score_rows(self._score, self._reference, prompt.tokens, sampled.tokens, sampled.lengths)
+    longest = int(sampled.lengths[keep].max())
+    return RolloutGroup(
+        prompt_id=occurrence.prompt_id, occurrence=occurrence.occurrence, attempt=occurrence.attempt, prompt=prompt.tokens,
+        tokens=sampled.tokens[keep, :longest], lengths=sampled.lengths[keep], log_mu=sampled.log_mu[keep, :longest],
+        log_ref=log_ref[keep, :longest], versions=sampled.versions[keep, :longest], rewards=rewards[keep],
+        truncated=sampled.truncated[keep], ref_version=self._ref_version, temperature=self._settings.temperature,
+        searcher=self.index, texts=tuple(text for text, k in zip(texts, keep) if k))
+
+  def _grade(self, prompt: Prompt, text: str, truncated: bool) -> float:
+    if truncated and self._settings.truncated == "zero":
+      return 0.0
+    reward = self._reward(prompt, text, truncated=bool(truncated))
+    return math.nan if reward is None else float(reward)
+
+  def _score_rows(self, score: Score, params: Any, prompt: np.ndarray, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """log_p float32 [S, T] of the responses, 0 beyond their lengths."""
+    rows = response_rows(prompt, tokens, lengths, length_buckets=self._settings.length_buckets)
+    log_p = np.asarray(score(params, *rows))[:, len(prompt):len(prompt) + tokens.shape[1]]
+    log_p = np.pad(log_p, ((0, 0), (0, tokens.shape[1] - log_p.shape[1])))
+    return np.where(np.arange(tokens.shape[1]) < lengths[:, None], log_p, 0.0).astype(np.float32)
+
+
+def response_rows(prompt: np.ndarray, tokens: np.ndarray, lengths: np.ndarray, *,
+                  length_buckets: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  """tokens, positions, segment_ids (int32 [S, bucket]) of the rows prompt + response, padded on the right to the smallest bucket.
+
+  Raises: ValueError if the longest row fits no bucket.
+  """
+  totals = len(prompt) + lengths
+  bucket = next((size for size in length_buckets if size >= totals.max()), None)
+  if bucket is None:
+    raise ValueError(f"prompt + response of {totals.max()} tokens fit none of length_buckets={tuple(length_buckets)}")
+  rows = np.zeros((len(lengths), bucket), np.int32)
+  rows[:, :len(prompt)] = prompt
+  width = min(tokens.shape[1], bucket - len(prompt))
+  rows[:, len(prompt):len(prompt) + width] = tokens[:, :width]
+  at = np.arange(bucket, dtype=np.int32)
+  real = at < totals[:, None]
+  return np.where(real, rows, 0), np.where(real, at, 0).astype(np.int32), real.astype(np.int32)
+
+
+def restack(decode_params: Any) -> Any:
+  """The inverse of `transformer.unstack`: layers stacked on a leading axis again."""
+  layers = jax.tree.map(lambda *leaves: jnp.stack(leaves), *decode_params["layers"])
+  return {**decode_params, "layers": layers}
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def cast(params: Any, *, dtype: Any) -> Any:
+  """The tree in another dtype, in buffers of its own."""
+  return jax.tree.map(lambda leaf: jnp.copy(leaf.astype(dtype)), params)
