@@ -133,7 +133,7 @@ def may_start_group(*, trainer_version: int, searcher_version: int, unused_group
   return trainer_version + (unused_groups + running_groups) // groups_per_step - searcher_version <= max_staleness
 
 
-def check_flow(*, max_staleness: int, sync_every_steps: int) -> None:
+def check_flow(max_staleness: int, sync_every_steps: int) -> None:
   """Refuses a limit that would stop the run: before each publish the trainer is sync_every_steps - 1 updates ahead of the searchers.
 
   Raises:
