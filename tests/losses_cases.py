@@ -6,12 +6,17 @@ A `Case` is what the oracles read: lists of numpy arrays, one a response, no pad
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from tba_jax.types import Batch
+
+
+# Every layout has these sizes, so that a loss compiles once. Rows and responses beyond a case's own are padding.
+NUM_ROWS, WIDTH, NUM_RESPONSES = 12, 26, 16
 
 
 @dataclasses.dataclass
@@ -66,20 +71,21 @@ def standard_case(seed: int = 0, **kwargs) -> Case:
   return make_case(lengths, groups, seed=seed, **(dict(valid=valid, truncated=truncated, weights=weights) | kwargs))
 
 
-def lay_out(case: Case, *, pack: bool = False, order=None, pad_responses: int = 0, pad_rows: int = 0, seed: int = 0, relabel=None):
-  """Returns (log_pi, batch, places): places[i] is the (row, slice) of response i. Everything that must not count holds garbage."""
+def lay_out(case: Case, *, pack: bool = False, order=None, seed: int = 0, relabel=None, num: int = NUM_RESPONSES):
+  """Returns (log_pi, batch, places): places[i] is the (row, slice) of response i. What must not count holds garbage."""
   rng = np.random.default_rng(seed + 1)
   order = np.arange(len(case.log_pi)) if order is None else np.asarray(order)
-  num = len(order) + pad_responses
+  pad_responses = num - len(order)
   rows, places = [], {}
   for slot, i in enumerate(order):
     prompt = int(rng.integers(1, 4))
     length = prompt + len(case.log_pi[i])
-    if not pack or not rows or rows[-1] + length > 24:
+    if not pack or not rows or rows[-1] + length > WIDTH:
       rows.append(0)
     places[i] = (len(rows) - 1, slice(rows[-1] + prompt, rows[-1] + length), slot)
     rows[-1] += length
-  num_rows, width = len(rows) + pad_rows, max(rows) + int(rng.integers(0, 3))
+  num_rows, width = NUM_ROWS, WIDTH
+  assert len(rows) <= num_rows and max(rows) <= width
   log_pi = np.full((num_rows, width), np.nan)
   log_mu, log_ref = np.zeros((num_rows, width)), np.zeros((num_rows, width))
   sequence_ids = np.full((num_rows, width), num, np.int32)
@@ -124,8 +130,13 @@ def run(fn, case: Case, *, beta: float, **layout):
   return evaluate(fn, log_pi, batch, places, beta=beta)
 
 
+@functools.lru_cache(maxsize=None)
+def compiled(fn):
+  return jax.jit(jax.value_and_grad(lambda log_pi, batch, beta: fn(log_pi, batch, beta=beta), has_aux=True))
+
+
 def evaluate(fn, log_pi, batch, places, *, beta: float):
-  (loss, metrics), grad = jax.jit(jax.value_and_grad(lambda x: fn(x, batch, beta=jnp.float32(beta)), has_aux=True))(log_pi)
+  (loss, metrics), grad = compiled(fn)(log_pi, batch, jnp.float32(beta))
   grad = np.asarray(grad, np.float64)
   grads = {i: grad[row, span] for i, (row, span) in places.items()}
   total = sum(np.abs(g).sum() for g in grads.values())
@@ -156,3 +167,31 @@ def differentiate(value, case: Case, *, step: float = 1e-5) -> dict:
         ends.append(value(moved))
       grads[i][t] = (ends[0] - ends[1]) / (2 * step)
   return grads
+
+
+def check(fn, case: Case, oracle, *, beta: float, rtol=3e-5, atol=1e-6):
+  """Value and gradient against oracle(case, log_pi lists) -> float64; what takes no gradient there is read from case.log_pi."""
+  loss, grads, metrics = run(fn, case, beta=beta)
+  np.testing.assert_allclose(loss, oracle(case, case.log_pi), rtol=1e-5, atol=1e-6)
+  assert_same(grads, differentiate(lambda moved: oracle(case, moved), case), rtol=rtol, atol=atol)
+  return loss, grads, metrics
+
+
+def centred(case: Case, values: np.ndarray) -> np.ndarray:
+  """Values minus their group's mean over valid rows, 0 for the others."""
+  out = np.zeros(len(values))
+  for members in case.members():
+    out[members] = values[members] - values[members].mean()
+  return out
+
+
+def standardised(case: Case, *, floor: float) -> np.ndarray:
+  out = centred(case, case.rewards)
+  for members in case.members():
+    out[members] /= case.rewards[members].std() + floor
+  return out
+
+
+def shaped_rewards(case: Case, *, beta: float) -> np.ndarray:
+  """r - beta (log_pi - log_ref), of the policy as it is."""
+  return case.rewards - beta * (sums(case.log_pi) - sums(case.log_ref))

@@ -12,13 +12,9 @@ from tba_jax.losses.trajectory_balance import tb_vargrad
 BETA = float(np.float32(0.05))
 
 
-def shaped_rewards(case: cases.Case) -> np.ndarray:
-  return case.rewards - BETA * (cases.sums(case.log_pi) - cases.sums(case.log_ref))
-
-
 def test_rloo_advantage_is_against_the_mean_of_the_others():
   case = cases.standard_case(31)
-  shaped = shaped_rewards(case)
+  shaped = cases.shaped_rewards(case, beta=BETA)
   _, grads, _ = cases.run(rloo, case, beta=BETA)
   for members in case.members():
     for i in members:

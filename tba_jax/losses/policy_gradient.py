@@ -1,6 +1,6 @@
-"""Policy gradients without importance ratios: REINFORCE with a group baseline, KL to the reference inside the reward.
+"""Policy gradients without importance ratios: REINFORCE with a baseline from the group.
 
-The value of these losses means nothing, only their gradient does. Losses with ratios are in importance.py.
+The value of these losses means nothing, only their gradient does. Losses with ratios are in clipped.py and importance.py.
 """
 
 from __future__ import annotations
@@ -70,3 +70,61 @@ def rloo(log_pi: jax.Array, batch: Batch, *, beta: jax.Array) -> tuple[jax.Array
   segments.check_layout(log_pi, batch)
   advantages = leave_one_out(mean_baseline(log_pi, batch, beta=beta), batch)
   return score_function(log_pi, advantages, batch), common_metrics(log_pi, batch, beta=beta)
+
+
+def pass_at_k(
+  log_pi: jax.Array, batch: Batch, *, beta: jax.Array, k: int = 2
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+  """PKPO: policy gradient of the expected best reward of k tries (pass@k for a 0/1 reward), unbiased from n >= k responses.
+
+      s_i = (1 / C(n, k)) sum over subsets I of size k that hold i of (max of r over I - max of r over I without i)
+      gradient = -mean over groups of sum over i of weight s_i grad log_pi
+
+  Only a response that is best in a subset has a share, and what it wins is the gap to the second best; so, with rows ranked by
+  reward from 0, s_i = sum over j below i of (r_i - r_j) C(rank_j, k - 2) / C(n, k). k = 1 is `rloo` without KL.
+
+  Source: Walder and Karkhanis 2025, arXiv:2505.15201, equation 33 (the estimator it recommends); k = 1: its section 4.1.
+
+  Args:
+    log_pi: log-probability of each token, nats, aligned with the token.
+    batch: uses rewards, groups, weights.
+    beta: not used: the maximum is over the task's rewards.
+    k: tries, >= 1, a static number. A group with fewer than max(k, 2) valid rows adds nothing.
+  Returns: scalar whose gradient is the policy gradient; metrics with `best_of_k`, the unbiased estimate of the best reward of k tries,
+    mean over groups.
+  Raises: ValueError for k < 1.
+  """
+  segments.check_layout(log_pi, batch)
+  if k < 1:
+    raise ValueError(f"k={k} must be at least 1.")
+  count = segments.group_counts(batch)
+  if k == 1:
+    shares = leave_one_out(segments.centre(batch.rewards, batch), batch) / jnp.maximum(count, 1.0)
+  else:
+    shares = _best_of_k_shares(batch, k=k)
+  sums = segments.kept(shares * batch.weights * segments.response_sums(log_pi, batch), batch)
+  loss = -jnp.sum(sums) / jnp.maximum(batch.num_groups, 1.0)
+  # max@k = sum over rows of r C(rank, k - 1) / C(n, k), and C(rank, k - 1) / C(n, k) = (k / n) C(rank, k - 1) / C(n - 1, k - 1).
+  chance = k / jnp.maximum(count, 1.0) * _binomial_ratio(segments.group_ranks(batch.rewards, batch), count - 1.0, k=k - 1)
+  best = segments.mean_of_groups(segments.group_sums(batch.rewards * chance, batch), batch)
+  return loss, common_metrics(log_pi, batch, beta=beta) | {"best_of_k": best}
+
+
+def _best_of_k_shares(batch: Batch, *, k: int) -> jax.Array:
+  """s_i of `pass_at_k` for k >= 2: float32 [N]."""
+  rewards = segments.kept(batch.rewards, batch)
+  ranks = segments.group_ranks(rewards, batch)
+  count = segments.group_counts(batch)
+  same = batch.valid[:, None] & batch.valid[None, :] & (batch.group_ids[:, None] == batch.group_ids[None, :])
+  below = same & (ranks[None, :] < ranks[:, None])
+  # C(rank_j, k - 2) / C(n, k) = k (k - 1) / (n (n - 1)) x C(rank_j, k - 2) / C(n - 2, k - 2): factors near 1, no factorials.
+  second = _binomial_ratio(ranks, count - 2.0, k=k - 2) * k * (k - 1) / jnp.maximum(count * (count - 1.0), 1.0)
+  return jnp.sum(jnp.where(below, (rewards[:, None] - rewards[None, :]) * second[None, :], 0.0), axis=1)
+
+
+def _binomial_ratio(top: jax.Array, whole: jax.Array, *, k: int) -> jax.Array:
+  """C(top, k) / C(whole, k) for integers top <= whole in arrays; 0 where whole < k."""
+  result = jnp.where(whole >= k, 1.0, 0.0)
+  for i in range(k):
+    result = result * jnp.maximum(top - i, 0.0) / jnp.maximum(whole - i, 1.0)
+  return result

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import jax
 
-from tba_jax.losses import policy_gradient, supervised, trajectory_balance
+from tba_jax.losses import clipped, importance, policy_gradient, preference, supervised, trajectory_balance
 from tba_jax.types import Batch
 
 
@@ -22,10 +22,11 @@ class LossFn(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class LossSpec:
-  """A loss and what it needs.
+  """A loss and what its gradient needs, with its options at their defaults.
 
-  `whole_groups`: only right for whole sampling groups (no dedup, no reward priority). `min_responses`: fewer valid rows in a group
-  teach nothing.
+  `needs_beta`: beta changes it. `needs_log_mu`: it corrects for the policy that sampled, so log_mu must be of the distribution really
+  sampled from. `needs_reference`: it reads log_ref. `min_responses`: fewer valid rows in a group teach nothing. `whole_groups`: only
+  right for whole sampling groups (no dedup, no reward priority). `needs_log_z`: takes the keyword log_z f32[N], nats.
   """
 
   fn: LossFn
@@ -34,13 +35,43 @@ class LossSpec:
   needs_reference: bool
   min_responses: int
   whole_groups: bool
+  needs_log_z: bool = False
+
+
+def _spec(fn: LossFn, *needs: str, min_responses: int = 2, whole_groups: bool = True) -> LossSpec:
+  unknown = set(needs) - {"beta", "log_mu", "reference", "log_z"}
+  assert not unknown, unknown
+  flags = {f"needs_{name}": name in needs for name in ("beta", "log_mu", "reference", "log_z")}
+  return LossSpec(fn=fn, min_responses=min_responses, whole_groups=whole_groups, **flags)
 
 
 LOSSES: dict[str, LossSpec] = {
-  "tb_vargrad": LossSpec(trajectory_balance.tb_vargrad, True, False, True, 2, False),
-  "sft": LossSpec(supervised.sft, False, False, False, 1, False),
-  "reinforce": LossSpec(policy_gradient.reinforce, True, False, True, 2, True),
-  "rloo": LossSpec(policy_gradient.rloo, True, False, True, 2, True),
+  "tb_vargrad": _spec(trajectory_balance.tb_vargrad, "beta", "reference", whole_groups=False),
+  "tb_learned_z": _spec(
+    trajectory_balance.tb_learned_z, "beta", "reference", "log_z", min_responses=1, whole_groups=False
+  ),
+  "tb_f_divergence": _spec(trajectory_balance.tb_f_divergence, "beta", "reference", whole_groups=False),
+  "tba_prime": _spec(trajectory_balance.tba_prime, "beta", "reference", whole_groups=False),
+  "tba_prime_ratio": _spec(
+    trajectory_balance.tba_prime_ratio, "beta", "log_mu", "reference", whole_groups=False
+  ),
+  "flowrl": _spec(trajectory_balance.flowrl, "beta", "log_mu", "reference", "log_z"),
+  "sft": _spec(supervised.sft, min_responses=1, whole_groups=False),
+  "reinforce": _spec(policy_gradient.reinforce, "beta", "reference"),
+  "rloo": _spec(policy_gradient.rloo, "beta", "reference"),
+  "pass_at_k": _spec(policy_gradient.pass_at_k),
+  "proximal_rloo": _spec(clipped.proximal_rloo, "beta", "log_mu", "reference"),
+  "ppo_clip": _spec(clipped.ppo_clip, "beta", "log_mu", "reference"),
+  "decoupled_ppo": _spec(clipped.decoupled_ppo, "beta", "log_mu", "reference"),
+  "grpo": _spec(clipped.grpo, "beta", "log_mu", "reference"),
+  "dr_grpo": _spec(clipped.dr_grpo, "log_mu"),
+  "dapo": _spec(clipped.dapo, "log_mu"),
+  "gspo": _spec(clipped.gspo, "log_mu"),
+  "cispo": _spec(importance.cispo, "log_mu"),
+  "topr": _spec(importance.topr, "beta", "log_mu", "reference"),
+  "vtrace": _spec(importance.vtrace, "beta", "log_mu", "reference"),
+  "topk_off_policy": _spec(importance.topk_off_policy, "beta", "log_mu", "reference"),
+  "dpo": _spec(preference.dpo, "beta", "reference"),
 }
 
 
@@ -52,9 +83,9 @@ def get_loss(name: str) -> LossSpec:
 
 
 def loss_options(name: str) -> dict[str, Any]:
-  """Returns the options of a loss with their defaults (its keyword arguments besides beta)."""
+  """Returns the options of a loss with their defaults (its keyword arguments besides beta and log_z)."""
   parameters = inspect.signature(get_loss(name).fn).parameters.values()
-  return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "beta"}
+  return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in ("beta", "log_z")}
 
 
 def make_loss(name: str, **options: Any) -> LossFn:

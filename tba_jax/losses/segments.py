@@ -55,6 +55,25 @@ def response_lengths(batch: Batch) -> jax.Array:
   return response_sums(jnp.ones(batch.sequence_ids.shape, jnp.float32), batch)
 
 
+def suffix_sums(values: jax.Array, batch: Batch) -> jax.Array:
+  """Sums `values` [B, T] over each token and those after it in the same response; 0 where no token counts. Returns [B, T].
+
+  The scan starts afresh at the last token of a response (responses are contiguous), so what else a packed row holds costs no digits.
+  """
+
+  def combine(later: tuple[jax.Array, jax.Array], earlier: tuple[jax.Array, jax.Array]):
+    return jnp.where(earlier[1], earlier[0], later[0] + earlier[0]), later[1] | earlier[1]
+
+  sums, _ = jax.lax.associative_scan(combine, (masked(values, batch), last_token_mask(batch)), reverse=True, axis=1)
+  return masked(sums, batch)
+
+
+def last_token_mask(batch: Batch) -> jax.Array:
+  """True where the next position of the row belongs to another response or to none. Returns bool [B, T]."""
+  ends = jnp.full((batch.sequence_ids.shape[0], 1), -1, batch.sequence_ids.dtype)
+  return batch.sequence_ids != jnp.concatenate([batch.sequence_ids[:, 1:], ends], axis=1)
+
+
 def response_max(values: jax.Array, batch: Batch) -> jax.Array:
   """Largest of the non-negative `values` [B, T] of each response; 0 for empty and for not valid ones. Returns [N]."""
   num = batch.rewards.shape[0]
@@ -100,10 +119,14 @@ def centre(values: jax.Array, batch: Batch) -> jax.Array:
   return kept(shifted - group_means(shifted, batch), batch)
 
 
-def group_stds(values: jax.Array, batch: Batch, *, num_lost: float = 0.0) -> jax.Array:
-  """Standard deviation of `values` [N] in each group, dividing by the valid count minus `num_lost` (1: the unbiased variance)."""
-  squares = group_sums(jnp.square(centre(values, batch)), batch)
-  return jnp.sqrt(squares / jnp.maximum(group_counts(batch) - num_lost, 1.0))
+def group_stds(values: jax.Array, batch: Batch) -> jax.Array:
+  """Standard deviation of `values` [N] in each group, dividing by the valid count K; takes no gradient. Returns [N]."""
+  return jnp.sqrt(group_means(jnp.square(centre(jax.lax.stop_gradient(values), batch)), batch))
+
+
+def standardise(values: jax.Array, batch: Batch, *, floor: float) -> jax.Array:
+  """(values - mean) / (std + floor) in each group, divisor K; exactly 0 where all are equal. Returns [N]."""
+  return centre(values, batch) / (group_stds(values, batch) + floor)
 
 
 def group_ranks(values: jax.Array, batch: Batch) -> jax.Array:
@@ -132,3 +155,19 @@ def mean_of_groups(values: jax.Array, batch: Batch) -> jax.Array:
 def mean_of_tokens(values: jax.Array, batch: Batch) -> jax.Array:
   """Sum of `values` [B, T] over the tokens that count / such tokens of the whole batch. Returns a scalar."""
   return jnp.sum(masked(values, batch)) / jnp.maximum(batch.num_tokens, 1.0)
+
+
+def aggregate(values: jax.Array, batch: Batch, *, how: str) -> jax.Array:
+  """Turns `values` [B, T] of tokens into a scalar.
+
+  "response_sum": sum over tokens, mean over responses (the gradient of whole-response log-probabilities); "response_mean": mean over
+  the tokens of a response, then over responses; "token_mean": mean over all response tokens. Raises ValueError for anything else.
+  """
+  if how == "token_mean":
+    return mean_of_tokens(values, batch)
+  sums = response_sums(values, batch)
+  if how == "response_mean":
+    sums = sums / jnp.maximum(response_lengths(batch), 1.0)
+  elif how != "response_sum":
+    raise ValueError(f"aggregate={how!r} must be response_sum, response_mean or token_mean.")
+  return mean_of_responses(sums, batch)
