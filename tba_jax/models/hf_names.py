@@ -92,13 +92,100 @@ LLAMA = (
   ("lm_head.weight", "lm_head/kernel", "swap"),
 )
 
-HF_NAMES = {"llama": LLAMA}
+_QK_NORMS = (
+  ("model.layers.{i}.self_attn.q_norm.weight", "layers/attn/q_norm/scale", "same"),
+  ("model.layers.{i}.self_attn.k_norm.weight", "layers/attn/k_norm/scale", "same"),
+)
+# With norms on both sides of the MLP, the name that Llama gives to the one before it belongs to the one after attention.
+_POST_NORMS = (
+  ("model.layers.{i}.post_attention_layernorm.weight", "layers/post_attn_norm/scale", "same"),
+  ("model.layers.{i}.pre_feedforward_layernorm.weight", "layers/mlp_norm/scale", "same"),
+  ("model.layers.{i}.post_feedforward_layernorm.weight", "layers/post_mlp_norm/scale", "same"),
+)
+_GEMMA2 = tuple(row for row in LLAMA if row[1] != "layers/mlp_norm/scale") + _POST_NORMS
+
+GPT_NEOX = (
+  ("gpt_neox.embed_in.weight", "embed/table", "same"),
+  ("gpt_neox.layers.{i}.input_layernorm.weight", "layers/attn_norm/scale", "same"),
+  ("gpt_neox.layers.{i}.input_layernorm.bias", "layers/attn_norm/bias", "same"),
+  ("gpt_neox.layers.{i}.attention.query_key_value.weight", "layers/attn/q/kernel", "neox_0"),
+  ("gpt_neox.layers.{i}.attention.query_key_value.weight", "layers/attn/k/kernel", "neox_1"),
+  ("gpt_neox.layers.{i}.attention.query_key_value.weight", "layers/attn/v/kernel", "neox_2"),
+  ("gpt_neox.layers.{i}.attention.query_key_value.bias", "layers/attn/q/bias", "neox_bias_0"),
+  ("gpt_neox.layers.{i}.attention.query_key_value.bias", "layers/attn/k/bias", "neox_bias_1"),
+  ("gpt_neox.layers.{i}.attention.query_key_value.bias", "layers/attn/v/bias", "neox_bias_2"),
+  ("gpt_neox.layers.{i}.attention.dense.weight", "layers/attn/o/kernel", "heads_in"),
+  ("gpt_neox.layers.{i}.attention.dense.bias", "layers/attn/o/bias", "same"),
+  ("gpt_neox.layers.{i}.post_attention_layernorm.weight", "layers/mlp_norm/scale", "same"),
+  ("gpt_neox.layers.{i}.post_attention_layernorm.bias", "layers/mlp_norm/bias", "same"),
+  ("gpt_neox.layers.{i}.mlp.dense_h_to_4h.weight", "layers/mlp/up/kernel", "swap"),
+  ("gpt_neox.layers.{i}.mlp.dense_h_to_4h.bias", "layers/mlp/up/bias", "same"),
+  ("gpt_neox.layers.{i}.mlp.dense_4h_to_h.weight", "layers/mlp/down/kernel", "swap"),
+  ("gpt_neox.layers.{i}.mlp.dense_4h_to_h.bias", "layers/mlp/down/bias", "same"),
+  ("gpt_neox.final_layer_norm.weight", "final_norm/scale", "same"),
+  ("gpt_neox.final_layer_norm.bias", "final_norm/bias", "same"),
+  ("embed_out.weight", "lm_head/kernel", "swap"),
+)
+
+# GPT-2 keeps its kernels as [in, out].
+GPT2 = (
+  ("transformer.wte.weight", "embed/table", "same"),
+  ("transformer.wpe.weight", "pos_embed/table", "same"),
+  ("transformer.h.{i}.ln_1.weight", "layers/attn_norm/scale", "same"),
+  ("transformer.h.{i}.ln_1.bias", "layers/attn_norm/bias", "same"),
+  ("transformer.h.{i}.attn.c_attn.weight", "layers/attn/q/kernel", "gpt2_0"),
+  ("transformer.h.{i}.attn.c_attn.weight", "layers/attn/k/kernel", "gpt2_1"),
+  ("transformer.h.{i}.attn.c_attn.weight", "layers/attn/v/kernel", "gpt2_2"),
+  ("transformer.h.{i}.attn.c_attn.bias", "layers/attn/q/bias", "gpt2_bias_0"),
+  ("transformer.h.{i}.attn.c_attn.bias", "layers/attn/k/bias", "gpt2_bias_1"),
+  ("transformer.h.{i}.attn.c_attn.bias", "layers/attn/v/bias", "gpt2_bias_2"),
+  ("transformer.h.{i}.attn.c_proj.weight", "layers/attn/o/kernel", "heads_in_straight"),
+  ("transformer.h.{i}.attn.c_proj.bias", "layers/attn/o/bias", "same"),
+  ("transformer.h.{i}.ln_2.weight", "layers/mlp_norm/scale", "same"),
+  ("transformer.h.{i}.ln_2.bias", "layers/mlp_norm/bias", "same"),
+  ("transformer.h.{i}.mlp.c_fc.weight", "layers/mlp/up/kernel", "same"),
+  ("transformer.h.{i}.mlp.c_fc.bias", "layers/mlp/up/bias", "same"),
+  ("transformer.h.{i}.mlp.c_proj.weight", "layers/mlp/down/kernel", "same"),
+  ("transformer.h.{i}.mlp.c_proj.bias", "layers/mlp/down/bias", "same"),
+  ("transformer.ln_f.weight", "final_norm/scale", "same"),
+  ("transformer.ln_f.bias", "final_norm/bias", "same"),
+  ("lm_head.weight", "lm_head/kernel", "swap"),
+)
+
+HF_NAMES = {
+  "llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA, "gemma": LLAMA, "qwen3": LLAMA + _QK_NORMS, "gemma2": _GEMMA2,
+  "gemma3_text": _GEMMA2 + _QK_NORMS, "gpt_neox": GPT_NEOX, "gpt2": GPT2,
+}
 
 # Tensors that checkpoints carry beside the parameters: buffers that are computed here.
-EXTRA_NAMES = {"llama": (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)}
+_ROTARY = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
+EXTRA_NAMES = {
+  **dict.fromkeys(HF_NAMES, _ROTARY),
+  "gpt_neox": (r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),
+  "gpt2": (r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",),
+}
 
 # Where the head is tied, its name may be in the checkpoint as well; it must then hold the same numbers as the embedding.
-TIED_NAMES = {"llama": ("lm_head.weight", "model.embed_tokens.weight")}
+TIED_NAMES = {
+  **dict.fromkeys(HF_NAMES, ("lm_head.weight", "model.embed_tokens.weight")),
+  "gpt_neox": ("embed_out.weight", "gpt_neox.embed_in.weight"),
+  "gpt2": ("lm_head.weight", "transformer.wte.weight"),
+}
+
+# Checkpoints of the bare model, without a head, leave this prefix out.
+_PREFIXES = {**dict.fromkeys(HF_NAMES, "model."), "gpt_neox": "gpt_neox.", "gpt2": "transformer."}
+_ALIASES = {("gpt_neox", "lm_head.weight"): "embed_out.weight"}
+
+
+def table_name(cfg: ModelConfig, hf_name: str) -> str:
+  """The name under which the family's table has a checkpoint's tensor, which may be spelt without its prefix or in a newer way."""
+  if (cfg.family, hf_name) in _ALIASES:
+    return _ALIASES[cfg.family, hf_name]
+  prefix = _PREFIXES[cfg.family]
+  patterns = {pattern for pattern, _, _ in HF_NAMES[cfg.family]} | {"score.weight"}
+  if hf_name.startswith(prefix) or hf_name in patterns:
+    return hf_name
+  return prefix + hf_name
 
 
 def hf_to_tree(cfg: ModelConfig) -> list[HfTensor]:
@@ -136,4 +223,17 @@ def _transform(kind: str, shape: tuple[int, ...]) -> Transform:
   if kind == "heads_in":  # ours [heads, H, D]
     heads, size, width = shape
     return Transform((width, heads * size), (width, heads, size), (1, 2, 0))
-  raise AssertionError(kind)
+  if kind == "heads_in_straight":
+    heads, size, width = shape
+    return Transform((heads * size, width), shape, (0, 1, 2))
+  family, *bias, part = kind.split("_")
+  if bias:  # of a fused tensor; ours [heads, H]
+    heads, size = shape
+    if family == "neox":
+      return Transform((heads * 3 * size,), (heads, 3, size), (0, 1), (1, int(part), 3))
+    return Transform((3 * heads * size,), (3, heads, size), (0, 1), (0, int(part), 3))
+  width, heads, size = shape
+  if family == "neox":  # q, k and v of a head lie together
+    return Transform((heads * 3 * size, width), (heads, 3, size, width), (2, 0, 1), (1, int(part), 3))
+  assert family == "gpt2", kind
+  return Transform((width, 3 * heads * size), (width, 3, heads, size), (0, 1, 2), (1, int(part), 3))

@@ -82,10 +82,10 @@ def _rope_tables(cfg: ModelConfig, positions: jax.Array) -> list[tuple[jax.Array
   """One (cos, sin) for each rotation that the model's layers use; the second is that of the sliding layers."""
   if cfg.positions != "rope":
     return None
-  tables = [rope_lib.rope_table(positions, rope_lib.inverse_frequencies(cfg.rope_theta, cfg.rotary_dim, cfg.rope_scaling))]
+  table = functools.partial(rope_lib.rope_table, positions, rotary_dim=cfg.rotary_dim)
+  tables = [table(theta=cfg.rope_theta, scaling=cfg.rope_scaling)]
   if cfg.rope_local_theta is not None:
-    local = rope_lib.inverse_frequencies(cfg.rope_local_theta, cfg.rotary_dim, None)
-    tables.append(rope_lib.rope_table(positions, local))
+    tables.append(table(theta=cfg.rope_local_theta, scaling=None))
   return tables
 
 
@@ -120,12 +120,14 @@ def hidden_states(params: Params, cfg: ModelConfig, tokens: jax.Array, positions
   def body(x: jax.Array, layer: tuple[Params, jax.Array]) -> tuple[jax.Array, None]:
     layer_params, sliding = layer
     mask = full_mask if window_mask is None else jnp.where(sliding, window_mask, full_mask)
-    rope = None if ropes is None else jax.tree.map(lambda *tables: jnp.where(sliding, tables[-1], tables[0]), ropes[0], ropes[-1])
+    rope = None if ropes is None else ropes[0]
+    if cfg.rope_local_theta is not None:
+      rope = jax.tree.map(lambda full, local: jnp.where(sliding, local, full), *ropes)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
       return attention_lib.attention(q, k, v, mask, scale=cfg.query_scale, softcap=cfg.attn_softcap, backend=backend), None
 
-    x, _ = nnx.merge(block_def, layer_params)(x, rope if ropes is None or len(ropes) > 1 else ropes[0], attend)
+    x, _ = nnx.merge(block_def, layer_params)(x, rope, attend)
     return constrain(x), None
 
   if remat != "none":
