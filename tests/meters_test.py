@@ -1,0 +1,189 @@
+"""Timeline arithmetic against a dense grid, staleness against numpy, waits against a clock that the test moves."""
+
+import json
+import math
+import threading
+
+import numpy as np
+import pytest
+
+from tba_jax.meters import StalenessStats, Timeline, WaitMeter, intersection, total_secs, union
+
+
+class _Clock:
+  def __init__(self):
+    self.now = 1000.0
+
+  def __call__(self):
+    return self.now
+
+
+def _covered(intervals, num_cells):
+  """Which unit cells [i, i + 1) the integer intervals cover: the slow way."""
+  cells = np.zeros(num_cells, bool)
+  for start, end in intervals:
+    for cell in range(int(start), int(end)):
+      cells[cell] = True
+  return cells
+
+
+def _random_intervals(rng, num, num_cells):
+  start = rng.integers(0, num_cells, num)
+  return np.stack([start, np.minimum(num_cells, start + rng.integers(0, 9, num))], axis=1).astype(np.float64)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_union_and_intersection_equal_a_grid(seed):
+  rng = np.random.default_rng(seed)
+  a, b = (_random_intervals(rng, int(rng.integers(0, 12)), 60) for _ in range(2))
+  for intervals in (a, b):
+    joined = union(intervals)
+    np.testing.assert_array_equal(_covered(joined, 60), _covered(intervals, 60))
+    assert (joined[:, 0] < joined[:, 1]).all() and (joined[1:, 0] > joined[:-1, 1]).all()
+    assert total_secs(joined) == _covered(intervals, 60).sum()
+  both = intersection(union(a), union(b))
+  np.testing.assert_array_equal(_covered(both, 60), _covered(a, 60) & _covered(b, 60))
+  assert total_secs(both) == (_covered(a, 60) & _covered(b, 60)).sum()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_busy_overlap_equals_a_grid(seed):
+  """Spans of several actors and kinds, nested and overlapping, entered in order of time on a clock of whole seconds."""
+  rng = np.random.default_rng(seed)
+  clock = _Clock()
+  timeline = Timeline(None, clock=clock)
+  events, spans = [], []
+  for number in range(40):
+    actor = ("trainer", "searcher0", "searcher1")[number % 3]
+    kind = ("step", "decode", "wait")[rng.integers(3)]
+    start = int(rng.integers(0, 190))
+    end = start + int(rng.integers(1, 10))
+    spans.append((actor, kind, start, end))
+    events += [(start, 1, number), (end, 0, number)]
+  opened = {}
+  for time, begins, number in sorted(events):
+    clock.now = 1000.0 + time
+    if begins:
+      opened[number] = timeline.span(*spans[number][:2])
+      opened[number].__enter__()
+    else:
+      opened.pop(number).__exit__(None, None, None)
+
+  def grid(actors, kinds):
+    return _covered([(s, e) for actor, kind, s, e in spans if actor in actors and kind in kinds], 200)
+
+  own = grid({"trainer"}, {"step", "wait"})
+  others = grid({"searcher0", "searcher1"}, {"decode"})
+  found = timeline.busy_overlap("trainer", {"step", "wait"}, other_actors={"searcher0", "searcher1"},
+                                other_kinds={"decode"})
+  assert found == pytest.approx((own & others).sum() / own.sum(), abs=1e-12)
+  assert 0 < found < 1
+  assert timeline.busy_secs({"trainer"}, {"step", "wait"}) == own.sum()
+
+
+def test_open_spans_count_up_to_now_and_failed_ones_up_to_their_end():
+  clock = _Clock()
+  timeline = Timeline(None, clock=clock)
+  assert math.isnan(timeline.busy_overlap("trainer", {"step"}, other_actors={"s"}, other_kinds={"decode"}))
+  with timeline.span("s", "decode"):
+    clock.now += 1
+    with pytest.raises(RuntimeError), timeline.span("trainer", "step"):
+      clock.now += 2
+      raise RuntimeError
+    clock.now += 4
+    assert timeline.busy_secs({"s"}, {"decode"}) == 7
+    assert timeline.busy_overlap("trainer", {"step"}, other_actors={"s"}, other_kinds={"decode"}) == 1.0
+    overlap = timeline.busy_overlap("s", {"decode"}, other_actors={"trainer"}, other_kinds={"step"})
+    assert overlap == pytest.approx(2 / 7)
+
+
+def test_timeline_file_continues_after_a_torn_line(tmp_path):
+  for run in range(2):
+    clock = _Clock()
+    timeline = Timeline(tmp_path, clock=clock)
+    with timeline.span("trainer", "step", step=run):
+      clock.now += 1.5
+    timeline.close()
+    with timeline.span("trainer", "step"):  # a thread that ends after the file does not fail
+      clock.now += 1
+    with open(tmp_path / "timeline.jsonl", "a") as file:
+      file.write('{"actor": "tra')
+  Timeline(tmp_path).close()
+  lines = [json.loads(line) for line in (tmp_path / "timeline.jsonl").read_text().splitlines()]
+  assert [(line["actor"], line["kind"], line["step"]) for line in lines] == [("trainer", "step", i) for i in range(2)]
+  for line in lines:
+    assert line["end_secs"] - line["start_secs"] == pytest.approx(1.5, abs=1e-5) and line["start_secs"] > 1.6e9
+
+
+def test_timeline_from_many_threads(tmp_path):
+  timeline = Timeline(tmp_path)
+  def work(number):
+    for _ in range(100):
+      with timeline.span(f"searcher{number}", "decode"):
+        pass
+  threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join()
+  timeline.close()
+  actors = [json.loads(line)["actor"] for line in (tmp_path / "timeline.jsonl").read_text().splitlines()]
+  assert sorted(actors) == sorted(f"searcher{number}" for number in range(4) for _ in range(100))
+
+
+# --- Staleness ---
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_staleness_equals_numpy_over_all_responses(seed):
+  rng = np.random.default_rng(seed)
+  stats, every = StalenessStats(), []
+  for _ in range(rng.integers(1, 6)):
+    batch = rng.geometric(0.3, size=rng.integers(1, 40)) - 1
+    stats.add(batch.astype(np.int32))
+    every.append(batch)
+  every = np.concatenate(every)
+  assert stats.summary() == {
+    "staleness_mean": pytest.approx(every.mean()), "staleness_max": every.max(),
+    "staleness_p95": np.percentile(every, 95, method="inverted_cdf"),
+  }
+
+
+def test_staleness_p95_at_its_border_and_empty():
+  stats = StalenessStats()
+  assert all(math.isnan(value) for value in stats.summary().values())
+  stats.add(np.array([0] * 19 + [9]))  # exactly 95% are 0
+  assert stats.summary()["staleness_p95"] == 0
+  stats.add(np.array([9]))
+  assert stats.summary()["staleness_p95"] == 9
+
+
+def test_staleness_continues_after_a_resume():
+  one, two = StalenessStats(), StalenessStats()
+  one.add(np.array([0, 3, 3]))
+  two.load_state_dict(json.loads(json.dumps(one.state_dict())))
+  for stats in (one, two):
+    stats.add(np.array([[1, 7]]))
+  assert one.summary() == two.summary() and two.summary()["staleness_mean"] == 14 / 5
+
+
+# --- Waits ---
+
+
+def test_waits_add_up_per_side_also_while_open_and_after_errors():
+  clock = _Clock()
+  meter = WaitMeter(clock=clock)
+  assert meter.seconds("trainer") == 0
+  with meter.waiting("searcher"), meter.waiting("searcher"):  # two searchers at once
+    clock.now += 3
+    assert meter.seconds("searcher") == 6 and meter.state_dict() == {"searcher": 6}
+    with pytest.raises(RuntimeError), meter.waiting("trainer"):
+      clock.now += 1
+      raise RuntimeError
+  clock.now += 100
+  assert (meter.seconds("trainer"), meter.seconds("searcher")) == (1, 8)
+  other = WaitMeter(clock=clock)
+  other.load_state_dict(json.loads(json.dumps(meter.state_dict())))
+  with other.waiting("trainer"):
+    clock.now += 2
+  assert (other.seconds("trainer"), other.seconds("searcher")) == (3, 8)
