@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Hashable, Sequence
+import functools
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -122,6 +123,16 @@ def _bucket(buckets: tuple[int, ...], size: int) -> int:
   return next(bucket for bucket in buckets if bucket >= size)
 
 
+@functools.lru_cache(maxsize=64)  # so that engines of one shape, and one engine twice, compile it once
+def _make_init_state(
+    cfg: ModelConfig, *, slots: int, cache_tokens: int, dtype: Any, rows: jax.sharding.Sharding, cache: jax.sharding.Sharding
+) -> Callable[[], decode.DecodeState]:
+  init = functools.partial(decode.init_state, cfg, slots=slots, cache_tokens=cache_tokens, dtype=dtype)
+  shapes = jax.eval_shape(init)
+  shardings = jax.tree.map(lambda _: rows, shapes)._replace(cache=jax.tree.map(lambda _: cache, shapes.cache))
+  return jax.jit(init, out_shardings=shardings)
+
+
 class Engine:
   """Continuous batching over a fixed number of slots. Confined to one thread.
 
@@ -198,10 +209,11 @@ class Engine:
     self._prefill_options = dict(cfg=cfg, dtype=dtype, shardings=self._shardings)
     self._insert_options = sampling
     self._chunk_options = dict(cfg=cfg, num_tokens=chunk_tokens, dtype=dtype, **sampling)
-    self._init_state = jax.jit(
-        lambda: decode.init_state(cfg, slots=slots, cache_tokens=cache_tokens, dtype=dtype), out_shardings=self._state_shardings(dtype)
-    )
+    rows, cache = self._shardings or (self._default_sharding, self._default_sharding)
+    self._init_state = _make_init_state(cfg, slots=slots, cache_tokens=cache_tokens, dtype=dtype, rows=rows, cache=cache)
     self._state = self._init_state()
+    cache_leaves = jax.tree.leaves(self._state.cache)
+    self.cache_bytes = sum(int(np.prod(cache.shard_shape(leaf.shape))) * leaf.dtype.itemsize for leaf in cache_leaves)  # a device
     self._params, self._version, self._generation = None, None, 0
     self._pending: tuple[Any, int] | None = None
     self._signature: Any = None
@@ -222,17 +234,6 @@ class Engine:
     else:
       self._shardings = None
       self._default_sharding = SingleDeviceSharding(device_or_mesh)
-
-  def _state_shardings(self, dtype: Any) -> Any:
-    shapes = jax.eval_shape(lambda: decode.init_state(self._cfg, slots=self._slots, cache_tokens=self._cache_tokens, dtype=dtype))
-    if self._shardings is None:
-      rows = cache = self._default_sharding
-    else:
-      rows, cache = self._shardings
-    self.cache_bytes = sum(
-        int(np.prod(cache.shard_shape(leaf.shape))) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes.cache)
-    )  # on each device
-    return jax.tree.map(lambda _: rows, shapes)._replace(cache=jax.tree.map(lambda _: cache, shapes.cache))
 
   @property
   def version(self) -> int | None:
@@ -329,7 +330,7 @@ class Engine:
     self._num_submitted += 1
 
   def step(self) -> list[SampledGroup]:
-    """Takes new weights if it may, refills free slots, decodes one chunk. Returns the groups that this finished.
+    """Takes new weights if it may, refills free slots, decodes one chunk. Returns the groups that this finished, in order of submission.
 
     Raises:
       ValueError if there is work but no weights were given.
@@ -493,8 +494,8 @@ class Engine:
         self._rows[slot] = None
         group.num_finished += 1
         if group.num_finished == len(group.lengths):
-          finished.append(self._finish(index))
-    return finished
+          finished.append(index)
+    return [self._finish(index) for index in sorted(finished)]
 
   def _finish(self, index: int) -> SampledGroup:
     group = self._groups.pop(index)

@@ -1,0 +1,91 @@
+"""Drawing tokens: distribution, log-probabilities and noise against numpy, and the rule by which slots lie on a mesh."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+import tiny
+from tba_jax.sampling import decode
+from tba_jax.sampling.engine import sample_keys
+
+TEMPERATURE = 0.7
+
+
+def log_softmax(x: np.ndarray) -> np.ndarray:
+  x = x.astype(np.float64)
+  shifted = x - x.max(-1, keepdims=True)
+  return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+def test_draws_follow_the_softmax_at_the_rows_temperature():
+  logits = np.array([2.0, 1.0, 0.0, -1.0, -np.inf, 0.5], np.float32)
+  num = 20_000
+  keys = sample_keys(3, occurrence=5, attempt=0, num_samples=num)
+  tokens, _ = decode.sample_tokens(
+    jnp.tile(logits, (num, 1)), keys, jnp.zeros(num, jnp.int32), jnp.full(num, TEMPERATURE), log_mu_temperature=TEMPERATURE
+  )
+  expected = np.exp(log_softmax(logits / TEMPERATURE)) * num
+  found = np.bincount(np.asarray(tokens), minlength=6)
+  assert found[4] == 0
+  possible = expected > 0
+  chi_square = ((found - expected)[possible] ** 2 / expected[possible]).sum()
+  assert chi_square < 18.5, (found, expected)  # 4 degrees of freedom, p = 0.001
+
+
+def test_successive_tokens_of_a_sample_are_independent():
+  num = 10_000
+  key = np.tile(sample_keys(0, occurrence=0, attempt=0, num_samples=1), (num, 1))
+  tokens, _ = decode.sample_tokens(
+    jnp.zeros((num, 2)), key, jnp.arange(num, dtype=jnp.int32), jnp.ones(num), log_mu_temperature=1.0
+  )
+  tokens = np.asarray(tokens)
+  pairs = np.bincount(2 * tokens[:-1] + tokens[1:], minlength=4)
+  assert ((pairs - num / 4) ** 2 / (num / 4)).sum() < 16.3  # 3 degrees of freedom, p = 0.001
+
+
+@pytest.mark.parametrize("temperature", [0.0, TEMPERATURE, 1.3])
+def test_log_mu_is_of_the_full_vocabulary_at_the_runs_temperature(temperature):
+  rng = np.random.default_rng(0)
+  logits = rng.normal(size=(50, 40)).astype(np.float32) * 3
+  logits[:, 37:] = -np.inf
+  keys = sample_keys(0, occurrence=1, attempt=0, num_samples=50)
+  tokens, log_mu = decode.sample_tokens(
+    jnp.asarray(logits), keys, jnp.arange(50, dtype=jnp.int32), jnp.full(50, temperature), log_mu_temperature=TEMPERATURE
+  )
+  expected = log_softmax(logits / TEMPERATURE)[np.arange(50), tokens]
+  np.testing.assert_allclose(log_mu, expected, atol=2e-6, rtol=1e-6)
+  if temperature == 0:
+    np.testing.assert_array_equal(tokens, logits.argmax(-1))
+  else:
+    assert (np.asarray(tokens) != logits.argmax(-1)).any()
+
+
+def test_a_known_pair_of_logits():
+  # log p = logits / T, then normalised. Dividing the log-probability by T (-0.627) or leaving T out (-0.313) is wrong.
+  _, log_mu = decode.sample_tokens(
+    jnp.array([[1.0, 0.0]]), np.zeros((1, 2), np.uint32), jnp.zeros(1, jnp.int32), jnp.zeros(1), log_mu_temperature=0.5
+  )
+  np.testing.assert_allclose(log_mu, [-0.1269], atol=1e-4)
+
+
+def test_noise_of_a_row_is_that_of_its_key_and_index_alone():
+  logits = jax.random.normal(jax.random.key(0), (6, 33))
+  keys = sample_keys(9, occurrence=2, attempt=1, num_samples=6)
+  indices = np.array([0, 7, 1, 300, 4, 7], np.int32)
+  tokens, _ = decode.sample_tokens(logits, keys, indices, jnp.ones(6), log_mu_temperature=1.0)
+  for row in range(6):
+    key = jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(keys[row]), impl="threefry2x32"), indices[row])
+    assert tokens[row] == jnp.argmax(logits[row] + jax.random.gumbel(key, (33,), jnp.float32))
+
+
+def test_kv_heads_are_split_over_tensor_where_it_divides_them_and_whole_elsewhere():
+  cfg = tiny.tiny_config()  # 2 kv heads
+  devices = np.array(jax.devices()[:8])
+  split = decode.slot_shardings(Mesh(devices.reshape(2, 2, 2), ("data", "fsdp", "tensor")), cfg)
+  assert split.rows.spec == PartitionSpec(("data", "fsdp")) and split.cache.spec == PartitionSpec(("data", "fsdp"), "tensor")
+  whole = decode.slot_shardings(Mesh(devices.reshape(2, 4), ("data", "tensor")), cfg)
+  assert whole.cache.spec == PartitionSpec(("data",), None)
