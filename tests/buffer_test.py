@@ -1,4 +1,4 @@
-"""The replay buffer against a model in plain lists, against stated distributions, and against itself after a resume."""
+"""The replay buffer against a model in plain lists, and against itself after a resume."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ import threading
 
 import numpy as np
 import pytest
-from rollouts import make_group
-from scipy import stats as scipy_stats
+from rollouts import make_buffer, make_group
 
-from tba_jax.replay import buffer as buffer_lib
-from tba_jax.replay.buffer import NotEnoughData, ReplayBuffer
+from tba_jax.replay import indexes
+from tba_jax.replay.buffer import NotEnoughData
 from tba_jax.types import Draw
 
-WAYS_OUT = ("duplicates", "evicted_capacity", "evicted_prompt_capacity", "evicted_age", "evicted_uses", "evicted_reference", "discarded")
-
-
-def make_buffer(**settings):
-  return ReplayBuffer(**(dict(capacity=1000, capacity_per_prompt=10, max_prompt_tokens=4, max_response_tokens=8, seed=0,
-                              recent_fraction=0.5) | settings))
+WAYS_OUT = (
+  "duplicates",
+  "evicted_capacity",
+  "evicted_prompt_capacity",
+  "evicted_age",
+  "evicted_uses",
+  "evicted_reference",
+  "discarded",
+)
 
 
 def contents(buffer):
@@ -27,9 +29,17 @@ def contents(buffer):
   arrays = buffer.state_dict()["arrays"]
   prompt_ids = dict(zip(arrays["slots"].tolist(), arrays["prompt_id"].tolist(), strict=True))
   tokens = np.split(arrays["tokens"], np.cumsum(arrays["length"])[:-1])
-  return [(prompt_ids[slot], tuple(t.tolist()), occurrence, uses, version) for slot, t, occurrence, uses, version in
-          zip(arrays["slot"].tolist(), tokens, arrays["occurrence"].tolist(), arrays["uses"].tolist(),
-              arrays["oldest_version"].tolist(), strict=bool(len(arrays["slot"])))]
+  return [
+    (prompt_ids[slot], tuple(t.tolist()), occurrence, uses, version)
+    for slot, t, occurrence, uses, version in zip(
+      arrays["slot"].tolist(),
+      tokens,
+      arrays["occurrence"].tolist(),
+      arrays["uses"].tolist(),
+      arrays["oldest_version"].tolist(),
+      strict=bool(len(arrays["slot"])),
+    )
+  ]
 
 
 def assert_accounts(buffer):
@@ -48,9 +58,18 @@ class ListModel:
   def add(self, group):
     capacity, per_prompt, _, _ = self.limits
     for s, length in enumerate(group.lengths):
-      row = dict(prompt=group.prompt_id, tokens=tuple(group.tokens[s, :length].tolist()), occurrence=group.occurrence, uses=0,
-                 version=int(group.versions[s, :length].min()), log_mu=group.log_mu[s, :length], log_ref=group.log_ref[s, :length],
-                 reward=group.rewards[s], truncated=group.truncated[s], prompt_tokens=group.prompt)
+      row = dict(
+        prompt=group.prompt_id,
+        tokens=tuple(group.tokens[s, :length].tolist()),
+        occurrence=group.occurrence,
+        uses=0,
+        version=int(group.versions[s, :length].min()),
+        log_mu=group.log_mu[s, :length],
+        log_ref=group.log_ref[s, :length],
+        reward=group.rewards[s],
+        truncated=group.truncated[s],
+        prompt_tokens=group.prompt,
+      )
       if self.dedup:
         self.rows = [r for r in self.rows if (r["prompt"], r["tokens"]) != (row["prompt"], row["tokens"])]
       self.rows.append(row)
@@ -69,7 +88,7 @@ class ListModel:
     assert len(draw.valid) == num_prompts * responses_per_prompt
     for i in np.flatnonzero(draw.valid):
       length = draw.lengths[i]
-      row, = [r for r in self.rows if r["reward"] == draw.rewards[i]]  # rewards are random: each has one row
+      (row,) = [r for r in self.rows if r["reward"] == draw.rewards[i]]  # rewards are random: each has one row
       assert (row["prompt"], row["occurrence"]) == (draw.prompt_ids[i], draw.occurrences[i])
       assert row["tokens"] == tuple(draw.tokens[i, :length].tolist())
       seen.append(id(row))
@@ -77,10 +96,16 @@ class ListModel:
       np.testing.assert_array_equal(draw.log_ref[i, :length], row["log_ref"])
       np.testing.assert_array_equal(draw.prompts[i, : draw.prompt_lengths[i]], row["prompt_tokens"])
       assert (draw.truncated[i], draw.versions[i]) == (row["truncated"], row["version"])
-      assert not draw.tokens[i, length:].any() and not draw.log_mu[i, length:].any() and not draw.log_ref[i, length:].any()
+      assert (
+        not draw.tokens[i, length:].any() and not draw.log_mu[i, length:].any() and not draw.log_ref[i, length:].any()
+      )
       row["uses"] += 1
     assert len(set(seen)) == len(seen)
-    assert (draw.rows[~draw.valid] == -1).all() and not draw.lengths[~draw.valid].any() and not draw.tokens[~draw.valid].any()
+    assert (
+      (draw.rows[~draw.valid] == -1).all()
+      and not draw.lengths[~draw.valid].any()
+      and not draw.tokens[~draw.valid].any()
+    )
     groups = draw.prompt_ids.reshape(num_prompts, responses_per_prompt)
     assert (groups == groups[:, :1]).all() and len(set(groups[:, 0])) == num_prompts  # no prompt twice
     np.testing.assert_array_equal(draw.group_ids, np.repeat(np.arange(num_prompts), responses_per_prompt))
@@ -96,20 +121,30 @@ class ListModel:
 
 
 @pytest.mark.parametrize("collide", [False, True])
-@pytest.mark.parametrize("limits", [
+@pytest.mark.parametrize(
+  "limits",
+  [
     dict(capacity=60, capacity_per_prompt=7, max_uses=0, max_staleness=-1, dedup=True),
     dict(capacity=40, capacity_per_prompt=30, max_uses=2, max_staleness=3, dedup=True),
     dict(capacity=500, capacity_per_prompt=3, max_uses=1, max_staleness=2, dedup=False),
-])
+  ],
+)
 def test_holds_and_draws_what_a_model_in_lists_does(limits, collide, monkeypatch):
   if collide:  # equal hashes of unequal responses: only the comparison of tokens tells them apart
-    monkeypatch.setattr(buffer_lib, "hash_response", lambda prompt_id, tokens: len(tokens) % 2)
+    monkeypatch.setattr(indexes, "hash_response", lambda prompt_id, tokens: len(tokens) % 2)
   rng = np.random.default_rng(0)
   buffer, model = make_buffer(**limits), ListModel(**limits)
   version, num_draws = 0, 0
   for step in range(400):
-    group = make_group(rng, prompt_id=int(rng.integers(9)), occurrence=step, num_samples=int(rng.integers(1, 6)), vocab=3, width=3,
-                       version=max(version - int(rng.integers(3)), 0))
+    group = make_group(
+      rng,
+      prompt_id=int(rng.integers(9)),
+      occurrence=step,
+      num_samples=int(rng.integers(1, 6)),
+      vocab=3,
+      width=3,
+      version=max(version - int(rng.integers(3)), 0),
+    )
     buffer.add(group, newest_version=version)
     model.add(group)
     assert buffer.stats()["live_rows"] == len(model.rows)
@@ -129,18 +164,33 @@ def test_holds_and_draws_what_a_model_in_lists_does(limits, collide, monkeypatch
 
 
 SETTINGS = [
-    dict(), dict(priority="reward", max_uses=3, max_staleness=4), dict(priority="residual", priority_temperature=1.7),
-    dict(order="fifo", dedup=False, max_staleness=6), dict(single_prompt=True, priority="reward", priority_temperature=0.3),
-    dict(single_prompt=True, max_uses=2, max_staleness=5)]
+  dict(),
+  dict(priority="reward", max_uses=3, max_staleness=4),
+  dict(priority="residual", priority_temperature=1.7),
+  dict(order="fifo", dedup=False, max_staleness=6),
+  dict(single_prompt=True, priority="reward", priority_temperature=0.3),
+  dict(single_prompt=True, max_uses=2, max_staleness=5),
+]
 
 
 def run_random_operations(buffer, rng, num_steps, *, start, version):
-  """Adds, publishes, draws and updates at random; what happens depends on `rng` and on the buffer's answers alone. Returns the draws."""
+  """Adds, publishes, draws and updates at random; what happens depends on `rng` and on the buffer's answers alone.
+  Returns the draws.
+  """
   draws, single = [], buffer._settings["single_prompt"]
   num_prompts = 1 if single else 3
   for step in range(start, start + num_steps):
-    buffer.add(make_group(rng, prompt_id=0 if single else int(rng.integers(12)), occurrence=step, num_samples=int(rng.integers(1, 6)),
-                          vocab=4, width=4, version=version))
+    buffer.add(
+      make_group(
+        rng,
+        prompt_id=0 if single else int(rng.integers(12)),
+        occurrence=step,
+        num_samples=int(rng.integers(1, 6)),
+        vocab=4,
+        width=4,
+        version=version,
+      )
+    )
     if rng.random() < 0.5 and buffer.can_draw(num_prompts=num_prompts, responses_per_prompt=4, version=version):
       draws.append(buffer.draw(num_prompts=num_prompts, responses_per_prompt=4, version=version))
       version += 1
@@ -165,10 +215,14 @@ def test_resumed_buffer_draws_what_the_unbroken_one_draws(settings, seed):
   saved = unbroken.state_dict()
   saved["scalars"] = json.loads(json.dumps(saved["scalars"]))  # must survive a text file
   resumed = make_buffer(seed=seed + 99, **settings)
-  run_random_operations(resumed, np.random.default_rng(3), 20, start=0, version=0)  # what it held before must not matter
+  run_random_operations(
+    resumed, np.random.default_rng(3), 20, start=0, version=0
+  )  # what it held before must not matter
   resumed.load_state_dict(saved, newest_version=version)
-  (ours, _), (theirs, _) = (run_random_operations(b, np.random.default_rng([seed, 2]), 150, start=num_steps, version=version)
-                            for b in (unbroken, resumed))
+  (ours, _), (theirs, _) = (
+    run_random_operations(b, np.random.default_rng([seed, 2]), 150, start=num_steps, version=version)
+    for b in (unbroken, resumed)
+  )
   assert len(ours) == len(theirs) > 30
   for one, other in zip(ours, theirs, strict=True):
     for field in Draw.__dataclass_fields__:
@@ -195,135 +249,22 @@ def test_state_holds_live_rows_only_and_aliases_nothing():
   np.testing.assert_array_equal(before["arrays"]["tokens"], kept)
 
 
-def recent_and_old(*, num_old, num_recent, **settings):
-  """Prompts 0.. are old, those from num_old on are recent; 4 rows each."""
-  rng = np.random.default_rng(1)
-  buffer = make_buffer(**settings)
-  for prompt_id in range(num_old + num_recent):
-    if prompt_id == num_old:
-      buffer.mark_publish(0)
-      buffer.mark_publish(0)
-    buffer.add(make_group(rng, prompt_id=prompt_id, occurrence=prompt_id))
-  return buffer
-
-
-def test_recent_is_what_arrived_between_the_last_two_publishes_and_since():
-  buffer, rng = make_buffer(recent_fraction=1.0), np.random.default_rng(2)
-  for prompt_id in range(4):
-    for copy in range(2):
-      buffer.add(make_group(rng, prompt_id=prompt_id, occurrence=2 * prompt_id + copy))
-    if prompt_id < 3:
-      buffer.mark_publish(prompt_id)
-  # Publishes came after prompts 0, 1 and 2: prompt 2 lies between the last two, 3 after them.
-  assert buffer.stats()["recent"] == 2
-  draws = [buffer.draw(num_prompts=1, responses_per_prompt=4, version=3) for _ in range(20)]
-  assert [sorted((int(a.prompt_ids[0]), int(b.prompt_ids[0]))) for a, b in zip(draws[::2], draws[1::2], strict=True)] == [[2, 3]] * 10
-  for draw in draws:  # newest responses first: the four of the prompt's second group, last one first
-    assert (draw.occurrences == 2 * draw.prompt_ids + 1).all() and (np.diff(draw.rows // 1000) == -1).all()
-  assert buffer.stats()["recent_misses"] == 0
-  buffer.mark_publish(3)
-  buffer.mark_publish(3)
-  assert buffer.stats()["recent"] == 0
-  buffer.draw(num_prompts=4, responses_per_prompt=4, version=3)
-  assert buffer.stats()["recent_misses"] == 4
-  buffer.add(make_group(rng, prompt_id=1, occurrence=9))  # an old prompt with something new
-  assert buffer.draw(num_prompts=1, responses_per_prompt=3, version=3).occurrences.tolist() == [9, 9, 9]
-
-
-def test_share_of_recent_prompts_and_of_every_old_one_is_as_stated():
-  m, num_old, num_recent, num_draws = 0.6, 6, 3, 20_000
-  buffer = recent_and_old(num_old=num_old, num_recent=num_recent, recent_fraction=m)
-  prompts = [buffer.draw(num_prompts=1, responses_per_prompt=2, version=0).prompt_ids[0] for _ in range(num_draws)]
-  counts = np.bincount(prompts, minlength=9)
-  # Old prompts come by the second way only: multinomial. (Recent ones come in passes, which is less than binomial noise.)
-  by_priority = (1 - m) / (num_old + num_recent)
-  observed = [*counts[:num_old], counts[num_old:].sum()]
-  expected = np.array([by_priority] * num_old + [m + num_recent * by_priority]) * num_draws
-  assert scipy_stats.chisquare(observed, expected).pvalue > 1e-3
-
-
-@pytest.mark.parametrize("priority", ["uniform", "reward"])
-def test_responses_of_a_prompt_come_by_priority(priority):
-  rewards, temperature, num_draws = np.array([0.0, 0.5, 1.0, 2.0]), 0.8, 20_000
-  buffer = make_buffer(recent_fraction=0.0, priority=priority, priority_temperature=temperature)
-  rng = np.random.default_rng(3)
-  for prompt_id in range(5):
-    buffer.add(make_group(rng, prompt_id=prompt_id, rewards=rewards))
-  draws = [buffer.draw(num_prompts=5, responses_per_prompt=2, version=0) for _ in range(num_draws // 5)]
-  first = np.concatenate([draw.rewards[0::2] for draw in draws])
-  second = np.concatenate([draw.rewards[1::2] for draw in draws])
-  p = np.exp(rewards / temperature) if priority == "reward" else np.ones(4)
-  p /= p.sum()
-  table = p[:, None] * p[None, :] / (1 - p[:, None])
-  observed = np.array([[((first == a) & (second == b)).sum() for b in rewards] for a in rewards])
-  off = ~np.eye(4, dtype=bool)
-  assert np.trace(observed) == 0 and scipy_stats.chisquare(observed[off], table[off] * num_draws).pvalue > 1e-3
-
-
-@pytest.mark.parametrize("priority", ["uniform", "reward"])
-def test_one_prompt_tosses_the_coin_for_each_response(priority):
-  temperature, num_draws = 0.5, 20_000
-  buffer, rng = make_buffer(single_prompt=True, capacity_per_prompt=2, priority=priority, priority_temperature=temperature,
-                            recent_fraction=0.25), np.random.default_rng(4)
-  rewards = np.array([0.0, 0.3, 0.6, 1.0, 0.1, 0.8], np.float32)
-  for occurrence, part in enumerate((rewards[:4], rewards[4:])):  # capacity_per_prompt=2 plays no part
-    if occurrence:
-      buffer.mark_publish(0)
-      buffer.mark_publish(0)
-    buffer.add(make_group(rng, num_samples=len(part), rewards=part, occurrence=occurrence))
-  draws = [buffer.draw(num_prompts=1, responses_per_prompt=2, version=0) for _ in range(num_draws)]
-  first = np.array([draw.rewards[0] for draw in draws])
-  p = np.exp(rewards.astype(np.float64) / temperature) if priority == "reward" else np.ones(6)
-  p = 0.75 * p / p.sum()
-  observed = [*((first == reward).sum() for reward in rewards[:4]), np.isin(first, rewards[4:]).sum()]
-  assert scipy_stats.chisquare(observed, np.array([*p[:4], 0.25 + p[4:].sum()]) * num_draws).pvalue > 1e-3
-  assert all(draw.rows[0] != draw.rows[1] and draw.valid.all() and (draw.weights == 1).all() for draw in draws)
-  short = buffer.draw(num_prompts=1, responses_per_prompt=9, version=0)
-  assert short.valid.sum() == 6 and len(set(short.rows[short.valid])) == 6
-
-
-def test_residuals_choose_prompts_and_one_weight_per_group_undoes_it():
-  buffer, rng = make_buffer(recent_fraction=0.0, priority="residual", priority_temperature=2.0), np.random.default_rng(5)
-  for prompt_id in range(4):
-    buffer.add(make_group(rng, prompt_id=prompt_id))
-  draw = buffer.draw(num_prompts=4, responses_per_prompt=4, version=0)
-  np.testing.assert_allclose(draw.weights, 1.0)  # nothing known yet: all prompts weigh the same
-  residuals = np.array([0.1, 0.4, 1.0, 5.0])[draw.prompt_ids] * np.tile([0.5, 1.5, 0.0, 2.0], 4)  # means 0.1, 0.4, 1, 5
-  buffer.update_priorities(draw.rows, -residuals)
-  p = np.sqrt(np.array([0.1, 0.4, 1.0, 5.0]) + 1e-3)
-  p /= p.sum()
-  num_draws = 20_000
-  draws = [buffer.draw(num_prompts=1, responses_per_prompt=3, version=0) for _ in range(num_draws)]
-  prompts = np.array([draw.prompt_ids[0] for draw in draws])
-  assert scipy_stats.chisquare(np.bincount(prompts, minlength=4), p * num_draws).pvalue > 1e-3
-  for draw in draws[:200]:
-    np.testing.assert_allclose(draw.weights, 0.25 / p[draw.prompt_ids[0]], rtol=1e-6)
-  buffer.add(make_group(rng, prompt_id=4, occurrence=4))  # starts with the largest residual seen, 10
-  weight = np.sqrt(10.0 + 1e-3)
-  seen = sum(buffer.draw(num_prompts=1, responses_per_prompt=2, version=0).prompt_ids[0] == 4 for _ in range(4000))
-  q = weight / (weight + np.sqrt(np.array([0.1, 0.4, 1.0, 5.0]) + 1e-3).sum())
-  assert abs(seen - 4000 * q) < 4 * np.sqrt(4000 * q * (1 - q))
-
-
-def test_priorities_of_rows_that_have_left_go_nowhere():
-  buffer, rng = make_buffer(recent_fraction=0.0, priority="residual", capacity_per_prompt=4), np.random.default_rng(6)
-  for prompt_id in range(2):
-    buffer.add(make_group(rng, prompt_id=prompt_id))
-  draw = buffer.draw(num_prompts=2, responses_per_prompt=5, version=0)
-  buffer.add(make_group(rng, prompt_id=0, occurrence=7))  # takes over the rows of prompt 0
-  buffer.update_priorities(draw.rows, np.where(draw.prompt_ids == 0, 1e6, 0.25))
-  arrays = buffer.state_dict()["arrays"]
-  assert sorted(arrays["residual"]) == [0.25] * 4 + [1.0] * 4 and buffer.stats()["priorities_too_late"] == 4
-
-
 def test_duplicates_keep_the_newest_and_know_prompts_apart():
   buffer, rng = make_buffer(), np.random.default_rng(7)
   tokens = np.array([[1, 2, 3], [1, 2, 3], [1, 2, 9], [1, 2, 9]], np.int32)
-  buffer.add(make_group(rng, width=3, tokens=tokens, lengths=[3, 2, 2, 3]))  # rows 1 and 2 are equal: the tail is not part of them
+  buffer.add(
+    make_group(rng, width=3, tokens=tokens, lengths=[3, 2, 2, 3])
+  )  # rows 1 and 2 are equal: the tail is not part of them
   assert [row[1] for row in contents(buffer)] == [(1, 2, 3), (1, 2), (1, 2, 9)]
   buffer.add(make_group(rng, width=3, tokens=tokens, lengths=[3, 3, 3, 3], prompt_id=1, occurrence=1))
   buffer.add(make_group(rng, num_samples=1, width=3, tokens=tokens[:1], lengths=[2], occurrence=2))
-  assert [row[:3] for row in contents(buffer)] == [(0, (1, 2, 3), 0), (0, (1, 2, 9), 0), (1, (1, 2, 3), 1), (1, (1, 2, 9), 1), (0, (1, 2), 2)]
+  assert [row[:3] for row in contents(buffer)] == [
+    (0, (1, 2, 3), 0),
+    (0, (1, 2, 9), 0),
+    (1, (1, 2, 3), 1),
+    (1, (1, 2, 9), 1),
+    (0, (1, 2), 2),
+  ]
   assert buffer.stats()["duplicates"] == 4
 
 
@@ -333,7 +274,9 @@ def test_age_counts_from_the_oldest_token_and_the_limit_itself_is_kept():
   buffer.add(make_group(rng, versions=in_flight, lengths=[6] * 4), newest_version=4)
   assert buffer.draw(num_prompts=1, responses_per_prompt=2, version=5).versions.tolist() == [3, 3]
   assert buffer.stats()["mean_age"] == 2.0
-  with pytest.raises(NotEnoughData, match=r"num_prompts=1 groups were asked for, 0 with 2 or more usable responses .* version 6"):
+  with pytest.raises(
+    NotEnoughData, match=r"num_prompts=1 groups were asked for, 0 with 2 or more usable responses .* version 6"
+  ):
     buffer.draw(num_prompts=1, responses_per_prompt=2, version=6)
   assert (buffer.stats()["evicted_age"], buffer.stats()["evicted_age_unused"]) == (4, 2)
 
@@ -354,8 +297,12 @@ def test_new_reference_drops_rows_of_the_old_one():
     buffer, rng = make_buffer(**settings), np.random.default_rng(10)
     buffer.add(make_group(rng))
     buffer.set_reference(1)
-    assert buffer.stats()["evicted_reference"] == 4 and not buffer.can_draw(num_prompts=1, responses_per_prompt=2, version=0)
-    with pytest.raises(ValueError, match=r"ref_version=0 of a group differs from the buffer's 1; score the group by the current"):
+    assert buffer.stats()["evicted_reference"] == 4 and not buffer.can_draw(
+      num_prompts=1, responses_per_prompt=2, version=0
+    )
+    with pytest.raises(
+      ValueError, match=r"ref_version=0 of a group differs from the buffer's 1; score the group by the current"
+    ):
       buffer.add(make_group(rng))
     buffer.add(make_group(rng, ref_version=1))
     assert buffer.can_draw(num_prompts=1, responses_per_prompt=2, version=0)
@@ -364,7 +311,9 @@ def test_new_reference_drops_rows_of_the_old_one():
 
 def test_fifo_gives_whole_groups_once_in_order():
   buffer, rng = make_buffer(order="fifo", dedup=False), np.random.default_rng(11)
-  groups = [make_group(rng, prompt_id=i % 2, occurrence=i, vocab=1, lengths=[1] * 4) for i in range(6)]  # all responses are equal
+  groups = [
+    make_group(rng, prompt_id=i % 2, occurrence=i, vocab=1, lengths=[1] * 4) for i in range(6)
+  ]  # all responses are equal
   for group in groups:
     buffer.add(group)
   buffer.add(make_group(rng, prompt_id=5, num_samples=1))  # no group at all
@@ -372,7 +321,9 @@ def test_fifo_gives_whole_groups_once_in_order():
     draw = buffer.draw(num_prompts=3, responses_per_prompt=3, version=0)
     assert draw.occurrences.tolist() == np.repeat([3 * step, 3 * step + 1, 3 * step + 2], 3).tolist()
     assert draw.group_ids.tolist() == np.repeat([0, 1, 2], 3).tolist()
-    expected = np.concatenate([group.log_mu[:3, 0] for group in groups[3 * step : 3 * step + 3]])  # first K of S, in sampling order
+    expected = np.concatenate(
+      [group.log_mu[:3, 0] for group in groups[3 * step : 3 * step + 3]]
+    )  # first K of S, in sampling order
     np.testing.assert_array_equal(draw.log_mu[:, 0], expected)
   with pytest.raises(NotEnoughData):
     buffer.draw(num_prompts=1, responses_per_prompt=3, version=0)
@@ -397,7 +348,9 @@ def test_fifo_drops_whole_groups():
 
 
 def test_buffered_groups_are_trained_next_after_a_resume():
-  """Ids 0..7: four generated, two trained, saved, restored: the next two are the buffered ones, and each id is used once."""
+  """Ids 0..7: four generated, two trained, saved, restored: the next two are the buffered ones, and each id is used
+  once.
+  """
   buffer, rng = make_buffer(order="fifo", dedup=False), np.random.default_rng(13)
   for i in range(4):
     buffer.add(make_group(rng, prompt_id=i, occurrence=i))
@@ -419,7 +372,9 @@ def test_threads_add_and_draw_at_once():
     rng = np.random.default_rng(seed)
     try:
       for step in range(400):
-        buffer.add(make_group(rng, prompt_id=int(rng.integers(20)), occurrence=1000 * seed + step, version=version[0], vocab=4))
+        buffer.add(
+          make_group(rng, prompt_id=int(rng.integers(20)), occurrence=1000 * seed + step, version=version[0], vocab=4)
+        )
     except Exception as error:
       failures.append(error)
     num_adding[0] -= 1
@@ -430,7 +385,9 @@ def test_threads_add_and_draw_at_once():
       while num_adding[0]:
         if buffer.can_draw(num_prompts=2, responses_per_prompt=3, version=version[0]):
           draw = buffer.draw(num_prompts=2, responses_per_prompt=3, version=version[0])
-          assert (draw.prompts[:, 0] == draw.prompt_ids)[draw.valid].all()  # a prompt's first token is its id: nothing is torn
+          assert (draw.prompts[:, 0] == draw.prompt_ids)[
+            draw.valid
+          ].all()  # a prompt's first token is its id: nothing is torn
           buffer.update_priorities(draw.rows, rng.random(6))
           version[0] += 1
           buffer.mark_publish(version[0])
@@ -445,3 +402,12 @@ def test_threads_add_and_draw_at_once():
   assert not failures and not any(thread.is_alive() for thread in threads)
   assert buffer.stats()["groups_drawn"] > 50 and buffer.stats()["added"] == 4800
   assert_accounts(buffer)
+
+
+def test_versions_that_never_get_old_do_not_pile_up():
+  buffer, rng = make_buffer(capacity=10, capacity_per_prompt=4, max_staleness=1), np.random.default_rng(14)
+  for occurrence in range(200):  # the trainer stands still
+    buffer.add(make_group(rng, prompt_id=occurrence % 3, occurrence=occurrence))
+  assert sum(len(handles) for handles in buffer._by_version._handles.values()) <= 2 * 10 + 4
+  assert buffer.stats()["live_rows"] == 10
+  assert not buffer.can_draw(num_prompts=1, responses_per_prompt=2, version=2) and buffer.stats()["evicted_age"] == 10

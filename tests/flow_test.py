@@ -36,7 +36,15 @@ def test_what_comes_back_is_handed_out_first_with_the_next_attempt():
   assert ledger.take() == Occurrence(1, taken[1].prompt_id, 1) and ledger.take() == Occurrence(3, taken[3].prompt_id, 1)
   assert ledger.take().occurrence == 4
   ledger.drop(taken[2])
-  assert ledger.stats() == {"taken": 5, "in_flight": 3, "pending": 0, "finished": 1, "dropped": 1, "requeued": 2, "epoch": 1}
+  assert ledger.stats() == {
+    "taken": 5,
+    "in_flight": 3,
+    "pending": 0,
+    "finished": 1,
+    "dropped": 1,
+    "requeued": 2,
+    "epoch": 1,
+  }
   for occurrence in (taken[0], taken[1], Occurrence(77, 0)):  # ended, of an older attempt, never handed out
     for end in (ledger.finish, ledger.requeue, ledger.drop):
       with pytest.raises(ValueError, match=r"is not in flight; an occurrence ends once, by finish, requeue or drop"):
@@ -58,14 +66,19 @@ def test_resume_repeats_what_was_in_flight_with_the_same_attempt():
   assert resumed.in_flight() == ()
   assert [resumed.take() for _ in range(4)] == [taken[0], Occurrence(2, taken[2].prompt_id, 1), taken[3], retried]
   assert ledger.take() == Occurrence(2, taken[2].prompt_id, 1) and ledger.take() == resumed.take()
-  for changed, text in ((PromptLedger(5, seed=1), "num_prompts=6, here it is 5"), (PromptLedger(6, seed=2), "seed=1, here it is 2")):
+  for changed, text in (
+    (PromptLedger(5, seed=1), "num_prompts=6, here it is 5"),
+    (PromptLedger(6, seed=2), "seed=1, here it is 2"),
+  ):
     with pytest.raises(ValueError, match=f"the saved ledger has {text}; resume with the data and seed of the run"):
       changed.load_state_dict(saved)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_every_id_is_used_exactly_once_per_epoch_whatever_breaks(seed):
-  """Searchers fail, the run stops and resumes from its last checkpoint at random points: what was finished counts once, none is lost."""
+  """Searchers fail, the run stops and resumes from its last checkpoint at random points: what was finished counts once,
+  none is lost.
+  """
   rng = np.random.default_rng(seed)
   ledger, used, in_flight, saved = PromptLedger(8, seed=seed), [], [], None
   while len(used) < 40:
@@ -113,11 +126,23 @@ def test_threads_share_one_order():
   assert sorted(taken) == list(range(2000)) and ledger.in_flight() == ()
 
 
-def simulate(rng, *, k, groups_per_step, max_staleness, num_searchers, slots, num_steps, prefetch, in_order, max_secs=20_000):
-  """Searchers and a trainer on a clock of one tick; the buffer is the real one. Returns (staleness of each trained group, dropped rows,
-  steps done). Without a step done in all the time the run is stuck."""
-  unchecked = ReplayBuffer(capacity=10_000, capacity_per_prompt=4, max_prompt_tokens=4, max_response_tokens=4, seed=0, recent_fraction=0.0,
-                           order="fifo", dedup=False, max_staleness=max_staleness)
+def simulate(
+  rng, *, k, groups_per_step, max_staleness, num_searchers, slots, num_steps, prefetch, in_order, max_secs=20_000
+):
+  """Searchers and a trainer on a clock of one tick; the buffer is the real one. Returns (staleness of each trained
+  group, dropped rows, steps done). Without a step done in all the time the run is stuck.
+  """
+  unchecked = ReplayBuffer(
+    capacity=10_000,
+    capacity_per_prompt=4,
+    max_prompt_tokens=4,
+    max_response_tokens=4,
+    seed=0,
+    recent_fraction=0.0,
+    order="fifo",
+    dedup=False,
+    max_staleness=max_staleness,
+  )
   ledger = PromptLedger(50, seed=0)
   applied, published, held = 0, 0, [0] * num_searchers
   running = []  # (finish time, occurrence, version, searcher), in order of start
@@ -134,19 +159,30 @@ def simulate(rng, *, k, groups_per_step, max_staleness, num_searchers, slots, nu
     while running and (running[0][0] <= now if in_order else any(r[0] <= now for r in running)):
       place = 0 if in_order else next(i for i, r in enumerate(running) if r[0] <= now)
       _, occurrence, version, _ = running.pop(place)
-      unchecked.add(make_group(rng, prompt_id=0, num_samples=2, width=2, occurrence=occurrence.occurrence, version=version))
+      unchecked.add(
+        make_group(rng, prompt_id=0, num_samples=2, width=2, occurrence=occurrence.occurrence, version=version)
+      )
       ledger.finish(occurrence)
     trained_at = applied + len(drawn)
-    if len(drawn) <= prefetch and unchecked.can_draw(num_prompts=groups_per_step, responses_per_prompt=2, version=trained_at):
+    if len(drawn) <= prefetch and unchecked.can_draw(
+      num_prompts=groups_per_step, responses_per_prompt=2, version=trained_at
+    ):
       if not drawn:
         train_until = now + int(rng.integers(1, 4))
-      drawn.append(unchecked.draw(num_prompts=groups_per_step, responses_per_prompt=2, version=trained_at).versions[::2].tolist())
+      drawn.append(
+        unchecked.draw(num_prompts=groups_per_step, responses_per_prompt=2, version=trained_at).versions[::2].tolist()
+      )
     for searcher in rng.permutation(num_searchers).tolist():
       if rng.random() < 0.3:  # weights arrive with a delay
         held[searcher] = published
       while sum(r[3] == searcher for r in running) < slots and may_start_group(
-          trainer_version=applied + len(drawn), searcher_version=held[searcher], unused_groups=unchecked.stats()["drawable_groups"],
-          running_groups=len(running), groups_per_step=groups_per_step, max_staleness=max_staleness):
+        trainer_version=applied + len(drawn),
+        searcher_version=held[searcher],
+        unused_groups=unchecked.stats()["drawable_groups"],
+        running_groups=len(running),
+        groups_per_step=groups_per_step,
+        max_staleness=max_staleness,
+      ):
         running.append((now + int(rng.integers(1, 9)), ledger.take(), held[searcher], searcher))
   return staleness, unchecked.stats()["evicted_age"], applied
 
@@ -158,8 +194,16 @@ def test_admission_keeps_every_trained_group_fresh_and_nothing_stops(k, max_stal
     rng = np.random.default_rng(seed)
     check_flow(max_staleness, k)
     staleness, num_dropped, num_steps = simulate(
-        rng, k=k, groups_per_step=int(rng.integers(1, 5)), max_staleness=max_staleness, num_searchers=int(rng.integers(1, 4)),
-        slots=int(rng.integers(1, 5)), num_steps=60, prefetch=prefetch, in_order=True)
+      rng,
+      k=k,
+      groups_per_step=int(rng.integers(1, 5)),
+      max_staleness=max_staleness,
+      num_searchers=int(rng.integers(1, 4)),
+      slots=int(rng.integers(1, 5)),
+      num_steps=60,
+      prefetch=prefetch,
+      in_order=True,
+    )
     assert num_steps == 60
     assert num_dropped == 0  # groups used in the order of their start: admission alone suffices
     assert max(staleness) <= max_staleness
@@ -167,17 +211,30 @@ def test_admission_keeps_every_trained_group_fresh_and_nothing_stops(k, max_stal
 
 def test_groups_that_finish_out_of_order_are_caught_when_they_are_drawn():
   rng = np.random.default_rng(0)
-  staleness, num_dropped, num_steps = simulate(rng, k=2, groups_per_step=2, max_staleness=2, num_searchers=3, slots=4, num_steps=150, prefetch=1,
-                                               in_order=False)
+  staleness, num_dropped, num_steps = simulate(
+    rng, k=2, groups_per_step=2, max_staleness=2, num_searchers=3, slots=4, num_steps=150, prefetch=1, in_order=False
+  )
   assert num_steps == 150 and num_dropped > 0 and max(staleness) <= 2
 
 
 @pytest.mark.parametrize("k", [2, 3, 5])
 def test_a_limit_below_the_publish_interval_stops_the_run_and_is_refused(k):
-  staleness, _, num_steps = simulate(np.random.default_rng(0), k=k, groups_per_step=2, max_staleness=k - 2, num_searchers=2, slots=2, num_steps=60,
-                                     prefetch=0, in_order=True, max_secs=3000)
+  staleness, _, num_steps = simulate(
+    np.random.default_rng(0),
+    k=k,
+    groups_per_step=2,
+    max_staleness=k - 2,
+    num_searchers=2,
+    slots=2,
+    num_steps=60,
+    prefetch=0,
+    in_order=True,
+    max_secs=3000,
+  )
   assert num_steps == k - 1  # stuck just before its first publish
-  with pytest.raises(ValueError, match=rf"max_staleness={k - 2} is less than sync_every_steps - 1 = {k - 1}: the trainer would run out"):
+  with pytest.raises(
+    ValueError, match=rf"max_staleness={k - 2} is less than sync_every_steps - 1 = {k - 1}: the trainer would run out"
+  ):
     check_flow(k - 2, k)
   check_flow(-1, k)
 
@@ -187,7 +244,9 @@ def test_rule_at_its_boundary():
   assert may_start_group(unused_groups=2, running_groups=3, **rule)  # 7 + 1 - 4 = 4
   assert not may_start_group(unused_groups=2, running_groups=4, **rule)  # 7 + 2 - 4 = 5
   assert may_start_group(unused_groups=10**6, running_groups=4, **(rule | {"max_staleness": -1}))
-  with pytest.raises(ValueError, match=r"searcher_version=8 is ahead of trainer_version=7; after a resume give the searchers"):
+  with pytest.raises(
+    ValueError, match=r"searcher_version=8 is ahead of trainer_version=7; after a resume give the searchers"
+  ):
     may_start_group(unused_groups=0, running_groups=0, **(rule | {"searcher_version": 8}))
 
 

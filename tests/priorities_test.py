@@ -1,4 +1,4 @@
-"""The structures that draws go through, against exact probabilities (chi-square, fixed seeds) and plain Python models."""
+"""The structures that draws go through, against exact probabilities (chi-square) and plain Python models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from scipy import stats as scipy_stats
 from tba_jax.replay import priorities
 
 NUM_DRAWS = 100_000
-P_VALUE = 1e-3  # seeds are fixed: a right distribution passes for good, a wrong one by a few per cent has p < 1e-20 at this many draws
+# Seeds are fixed: what passes once passes for good. A distribution wrong by a few per cent has p < 1e-20 at this many
+# draws.
+P_VALUE = 1e-3
 
 
 def assert_distributed(counts, probabilities):
@@ -86,12 +88,16 @@ def test_sum_tree_built_anew_is_the_same_bit_for_bit_and_never_gives_a_weightles
   tree, weights = priorities.SumTree(300), np.zeros(300)
   for _ in range(5000):
     member = int(rng.integers(300))
-    weights[member] = float(np.exp(rng.normal() * 20)) * rng.integers(2)  # 40 orders of magnitude: differences would drown the small
+    weights[member] = float(np.exp(rng.normal() * 20)) * rng.integers(
+      2
+    )  # 40 orders of magnitude: differences would drown the small
     tree.set(member, weights[member])
   anew = priorities.SumTree(300)
   anew.assign(np.arange(300), weights)
   np.testing.assert_array_equal(anew._sums, tree._sums)
-  for member in np.argsort(-weights)[: np.count_nonzero(weights) - 1].tolist():  # take the heavy ones away: the lightest is still found
+  for member in np.argsort(-weights)[
+    : np.count_nonzero(weights) - 1
+  ].tolist():  # take the heavy ones away: the lightest is still found
     tree.set(member, 0.0)
   assert tree.choose(rng) == np.flatnonzero(weights)[np.argmin(weights[weights > 0])]
 
@@ -111,11 +117,15 @@ def test_choose_rows_repeats_none_and_gives_all_if_there_are_fewer():
 
 
 def test_weights_of_rewards_and_residuals():
-  np.testing.assert_allclose(priorities.reward_weight(np.array([0.0, 1.0, -2.0]), temperature=0.5), [1.0, np.e**2, np.e**-4])
+  np.testing.assert_allclose(
+    priorities.reward_weight(np.array([0.0, 1.0, -2.0]), temperature=0.5), [1.0, np.e**2, np.e**-4]
+  )
   alpha = 0.6  # PER's exponent is 1 / temperature
   got = priorities.residual_weight(np.array([1.0, 3.0, 5.0]), temperature=1 / alpha)
   np.testing.assert_allclose(got, (3.0 + priorities.RESIDUAL_FLOOR) ** alpha)
-  with pytest.raises(ValueError, match=r"reward / priority_temperature reaches 1000, more than 600.*raise priority_temperature=0.01"):
+  with pytest.raises(
+    ValueError, match=r"reward / priority_temperature reaches 1000, more than 600.*raise priority_temperature=0.01"
+  ):
     priorities.reward_weight(np.array([10.0]), temperature=0.01)
 
 
@@ -139,7 +149,9 @@ def test_coin_chooses_recent_units_as_often_as_stated():
   passes = units[from_recent][: from_recent.sum() // 4 * 4].reshape(-1, 4)
   assert (np.sort(passes, axis=1) == np.arange(4)).all()  # without replacement, recycled when empty
   orders = {order: i for i, order in enumerate(itertools.permutations(range(4)))}
-  assert_distributed(np.bincount([orders[tuple(order)] for order in passes.tolist()], minlength=24), np.full(24, 1 / 24))
+  assert_distributed(
+    np.bincount([orders[tuple(order)] for order in passes.tolist()], minlength=24), np.full(24, 1 / 24)
+  )
 
 
 def test_batch_repeats_no_unit_and_counts_coins_without_a_recent_unit():
@@ -166,13 +178,19 @@ def test_weighted_units_come_in_proportion_and_importance_weights_undo_it():
   choices = [chooser.choose(rng, 2) for _ in range(NUM_DRAWS // 2)]
   units, importance = np.array([c.units for c in choices]), np.array([c.importance for c in choices])
   assert_distributed(np.bincount(units[:, 0] * 4 + units[:, 1], minlength=16), pair_probabilities(weights))
-  # Weighted by its importance each pick counts as a uniform one: the first over all units, the second over those that the first left.
-  for place, chosen, share in ((0, np.ones(len(units), bool), [1 / 4] * 4), (1, units[:, 0] == 3, [1 / 3, 1 / 3, 1 / 3, 0])):
+  # Weighted by its importance each pick counts as a uniform one: the first over all units, the second over those that
+  # the first left.
+  for place, chosen, share in (
+    (0, np.ones(len(units), bool), [1 / 4] * 4),
+    (1, units[:, 0] == 3, [1 / 3, 1 / 3, 1 / 3, 0]),
+  ):
     picks, weight = units[chosen, place], importance[chosen, place]
     for unit in range(4):
       terms = np.where(picks == unit, weight, 0.0)
       assert abs(terms.mean() - share[unit]) <= 4 * terms.std() / np.sqrt(len(terms))
-  assert [chooser._weights.get(unit) for unit in range(4)] == weights.tolist()  # a batch leaves the weights as they were
+  assert [
+    chooser._weights.get(unit) for unit in range(4)
+  ] == weights.tolist()  # a batch leaves the weights as they were
 
 
 def test_recent_units_weigh_one():

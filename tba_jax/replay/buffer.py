@@ -1,8 +1,10 @@
-"""The replay buffer: scored responses grouped by prompt in host memory, drawn as training groups. Safe to use from several threads.
+"""The replay buffer: scored responses grouped by prompt in host memory, drawn as training groups. Safe to use from
+several threads.
 
-Two orders. "tba" (Bartoldson et al. 2025, section 4): a coin per prompt of the batch, with probability `recent_fraction` a prompt whose
-responses arrived lately, newest responses first; otherwise a prompt uniformly and its responses by priority. "fifo": oldest whole
-sampling groups, each exactly once. The buffer does not wait: who wants a batch asks `can_draw` or catches `NotEnoughData`.
+Two orders. "tba" (Bartoldson et al. 2025, section 4): a coin per prompt of the batch, with probability
+`recent_fraction` a prompt whose responses arrived lately, newest responses first; otherwise a prompt uniformly and its
+responses by priority. "fifo": oldest whole sampling groups, each exactly once. The buffer does not wait: who wants a
+batch asks `can_draw` or catches `NotEnoughData`.
 """
 
 from __future__ import annotations
@@ -10,19 +12,23 @@ from __future__ import annotations
 import array
 import copy
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from tba_jax.replay import priorities
-from tba_jax.replay.checks import MIN_ROWS, check_draw, check_group, check_same_prompt, check_settings, check_state
-from tba_jax.replay.store import ResponseIndex, RowStore, hash_response
+from tba_jax.replay.checks import (
+  MIN_ROWS, check_draw, check_group, check_group_fits, check_residuals, check_settings, check_state,
+)
+from tba_jax.replay.indexes import ResponseIndex, VersionIndex, distinct_samples, hash_response
+from tba_jax.replay.store import RowStore
 from tba_jax.types import Draw, RolloutGroup
 
-_COUNTERS = ("added", "duplicates", "evicted_capacity", "evicted_prompt_capacity", "evicted_age", "evicted_age_unused", "evicted_uses",
-             "evicted_reference", "discarded", "rows_drawn", "groups_drawn", "groups_short", "prompts_skipped", "recent_misses",
-             "priorities_too_late")
+_COUNTERS = (
+  "added", "duplicates", "evicted_capacity", "evicted_prompt_capacity", "evicted_age", "evicted_age_unused",
+  "evicted_uses", "evicted_reference", "discarded", "rows_drawn", "groups_drawn", "groups_short", "prompts_skipped",
+  "recent_misses", "priorities_too_late",
+)
 
 
 class NotEnoughData(Exception):
@@ -30,13 +36,15 @@ class NotEnoughData(Exception):
 
 
 class ReplayBuffer:
-  """See the module. Every row that was ever added is live, or in exactly one of these counters of `stats()`: duplicates,
-  evicted_capacity, evicted_prompt_capacity, evicted_age, evicted_uses, evicted_reference, discarded.
+  """See the module. Every row that was ever added is live, or in exactly one of these counters of `stats()`:
+  duplicates, evicted_capacity, evicted_prompt_capacity, evicted_age, evicted_uses, evicted_reference, discarded.
   """
 
-  def __init__(self, *, capacity: int, capacity_per_prompt: int, max_prompt_tokens: int, max_response_tokens: int, seed: int,
-               recent_fraction: float, priority: str = "uniform", priority_temperature: float = 1.0, max_uses: int = 0,
-               max_staleness: int = -1, dedup: bool = True, order: str = "tba", single_prompt: bool = False, ref_version: int = 0):
+  def __init__(
+    self, *, capacity: int, capacity_per_prompt: int, max_prompt_tokens: int, max_response_tokens: int, seed: int,
+    recent_fraction: float, priority: str = "uniform", priority_temperature: float = 1.0, max_uses: int = 0,
+    max_staleness: int = -1, dedup: bool = True, order: str = "tba", single_prompt: bool = False, ref_version: int = 0,
+  ):
     """Reserves virtual memory for `capacity` rows; memory becomes real as rows are written.
 
     Args:
@@ -45,10 +53,11 @@ class ReplayBuffer:
       max_prompt_tokens, max_response_tokens: the size of a row.
       seed: of the generator of every draw.
       recent_fraction: probability that a prompt (with `single_prompt`: a response) comes from what arrived lately.
-      priority: of the other draws. "uniform"; "reward": responses by softmax(reward / priority_temperature); "residual": prompts by
-        (mean |TB residual|) ** (1 / priority_temperature), with importance weights in the draw.
+      priority: of the other draws. "uniform"; "reward": responses by softmax(reward / priority_temperature);
+        "residual": prompts by (mean |TB residual|) ** (1 / priority_temperature), with importance weights in the draw.
       max_uses: a row leaves once it has been drawn so often; 0: no limit.
-      max_staleness: a row may be trained at version v if v - (version of its oldest token) <= max_staleness; -1: no limit.
+      max_staleness: a row may be trained at version v if v - (version of its oldest token) <= max_staleness; -1: no
+        limit.
       dedup: of identical responses to one prompt only the newest is kept.
       order: "tba" or "fifo".
       single_prompt: the task has one prompt, so that the coin is tossed for each response.
@@ -58,10 +67,11 @@ class ReplayBuffer:
       ValueError: a setting out of range, or settings that contradict each other.
     """
     self._settings = {
-        "capacity": capacity, "capacity_per_prompt": capacity_per_prompt, "max_prompt_tokens": max_prompt_tokens,
-        "max_response_tokens": max_response_tokens, "recent_fraction": recent_fraction, "priority": priority,
-        "priority_temperature": priority_temperature, "max_uses": max_uses, "max_staleness": max_staleness, "dedup": dedup,
-        "order": order, "single_prompt": single_prompt}
+      "capacity": capacity, "capacity_per_prompt": capacity_per_prompt, "max_prompt_tokens": max_prompt_tokens,
+      "max_response_tokens": max_response_tokens, "recent_fraction": recent_fraction, "priority": priority,
+      "priority_temperature": priority_temperature, "max_uses": max_uses, "max_staleness": max_staleness,
+      "dedup": dedup, "order": order, "single_prompt": single_prompt,
+    }
     check_settings(**self._settings)
     self.priority = priority
     self._capacity, self._capacity_per_prompt = capacity, capacity_per_prompt
@@ -80,16 +90,22 @@ class ReplayBuffer:
 
   def _reset_rows(self) -> None:
     settings, capacity = self._settings, self._capacity
-    self._store = RowStore(capacity=capacity, max_prompt_tokens=settings["max_prompt_tokens"],
-                           max_response_tokens=settings["max_response_tokens"])
+    self._store = RowStore(
+      capacity=capacity,
+      max_prompt_tokens=settings["max_prompt_tokens"],
+      max_response_tokens=settings["max_response_tokens"],
+    )
     self._index = ResponseIndex(capacity) if self._dedup else None
-    self._by_version: dict[int, array.array] = {}  # oldest version -> handles, some of them of rows that have left
+    self._by_version = VersionIndex(capacity) if self._max_staleness >= 0 else None
     self._num_groups = 0  # queued, "fifo" only
-    # Units to choose from: slots of prompts with rows enough for a group, or, with one prompt, its rows. None of them in "fifo".
+    # Units to choose from: slots of prompts with rows enough for a group, or, with one prompt, its rows. None of them
+    # in "fifo".
     self._rows_of: dict[int, array.array] = {}  # slot -> its rows, oldest first
     self._chooser = priorities.UnitChooser(
-        capacity, recent_fraction=self._recent_fraction,
-        weighted=self.priority == "residual" or (self.priority == "reward" and self._single))
+      capacity,
+      recent_fraction=self._recent_fraction,
+      weighted=self.priority == "residual" or (self.priority == "reward" and self._single),
+    )
 
   def add(self, group: RolloutGroup, *, newest_version: int | None = None) -> None:
     """Takes in a sampling group as the newest rows; what no longer fits, or is now a duplicate, leaves.
@@ -99,11 +115,11 @@ class ReplayBuffer:
       newest_version: the trainer's version, if known: no token can have been sampled by a later one.
 
     Raises:
-      ValueError: arrays that do not belong together, values that cannot be trained on, rows too long for the buffer, a temperature or
-        reference other than the buffer's, or a version from the future.
+      ValueError: arrays that do not belong together, values that cannot be trained on, rows too long for the buffer, a
+        temperature or reference other than the buffer's, or a version from the future.
     """
     check_group(group, settings=self._settings, newest_version=newest_version)
-    samples, keys = self._distinct_samples(group)
+    samples, keys = distinct_samples(group) if self._dedup else (np.arange(len(group.lengths)), [])
     with self._lock:
       self._check_against_rows(group)
       self._temperature = float(group.temperature)
@@ -123,7 +139,8 @@ class ReplayBuffer:
         samples, keys = self._make_room(group, samples, keys)
         rows = store.append(group, samples, residual=self._max_residual)
         self._enter(rows, keys)
-      self._remember_versions(rows)
+      if self._by_version is not None:
+        self._by_version.add(rows, store)
 
   def mark_publish(self, version: int) -> None:
     """The trainer published weights: "recent" is from now on what arrived since the publish before this one."""
@@ -135,7 +152,9 @@ class ReplayBuffer:
           self._chooser.age(unit)
 
   def set_reference(self, ref_version: int) -> None:
-    """The reference policy moved: rows scored by another one are dropped and counted, and groups scored by another one refused."""
+    """The reference policy moved: rows scored by another one are dropped and counted, and groups scored by another one
+    refused.
+    """
     with self._lock:
       if ref_version != self._ref_version:
         self._ref_version = int(ref_version)
@@ -143,7 +162,9 @@ class ReplayBuffer:
         self._remove(self._store.live_by_arrival().tolist(), "evicted_reference")
 
   def can_draw(self, *, num_prompts: int, responses_per_prompt: int, version: int) -> bool:
-    """Whether `draw` with the same arguments would give a batch. Drops rows that are too old at `version`, as `draw` would."""
+    """Whether `draw` with the same arguments would give a batch. Drops rows that are too old at `version`, as `draw`
+    would.
+    """
     check_draw(num_prompts, responses_per_prompt, single_prompt=self._single and not self._fifo)
     with self._lock:
       self._drop_stale(version)
@@ -156,8 +177,8 @@ class ReplayBuffer:
       version: that the batch will be trained at, so with batches drawn ahead the trainer's version plus these.
 
     Returns:
-      Always N = num_prompts * responses_per_prompt rows, group by group; a shorter group ends in rows that are not `valid`: length 0,
-      handle -1, the group's ids and weight. Arrays are the caller's own.
+      Always N = num_prompts * responses_per_prompt rows, group by group; a shorter group ends in rows that are not
+      `valid`: length 0, handle -1, the group's ids and weight. Arrays are the caller's own.
 
     Raises:
       NotEnoughData: fewer groups can be formed; nothing was drawn.
@@ -167,14 +188,16 @@ class ReplayBuffer:
     with self._lock:
       self._drop_stale(version)
       if self._num_available() < num_prompts:
-        raise NotEnoughData(f"num_prompts={num_prompts} groups were asked for, {self._num_available()} with {MIN_ROWS} or more usable "
-                            f"responses are there at version {version}; add more groups first.")
+        raise NotEnoughData(
+          f"num_prompts={num_prompts} groups were asked for, {self._num_available()} with {MIN_ROWS} or more usable "
+          f"responses are there at version {version}; add more groups first."
+        )
       if self._fifo:
         queued = self._store.oldest_groups(num_prompts)
         groups, weights = [np.array(rows[:responses_per_prompt], np.int64) for rows in queued], [1.0] * num_prompts
       else:
         groups, weights = self._choose_groups(num_prompts, responses_per_prompt)
-      draw = self._gather(groups, weights, responses_per_prompt=responses_per_prompt, version=version)
+      draw = self._store.gather(groups, weights, num_rows=responses_per_prompt, version=version)
       drawn = np.concatenate(groups)
       self._store.use(drawn)
       self._counts["rows_drawn"] += len(drawn)
@@ -188,20 +211,16 @@ class ReplayBuffer:
       return draw
 
   def update_priorities(self, rows: np.ndarray, values: np.ndarray) -> None:
-    """Sets |TB residual| of drawn rows, by their handles `Draw.rows`; rows that have left since, and padding rows, are passed over.
+    """Sets |TB residual| of drawn rows, by their handles `Draw.rows`; rows that have left since, and padding rows, are
+    passed over.
 
     A new row starts with the largest residual seen (at least 1), so that everything is looked at once.
 
     Raises:
       ValueError: the buffer does not draw by residual, the shapes differ, or a value is not finite.
     """
-    if self.priority != "residual":
-      raise ValueError(f"priority={self.priority!r} takes no residuals; set priority='residual' or do not update priorities.")
     rows, values = np.asarray(rows, np.int64), np.abs(np.asarray(values, np.float64))
-    if rows.shape != values.shape or rows.ndim != 1:
-      raise ValueError(f"rows {rows.shape} and values {values.shape} must be of one length; pass one residual per row of the draw.")
-    if not np.isfinite(values[rows >= 0]).all():
-      raise ValueError("values holds a residual that is not finite; leave out the rows of a skipped update.")
+    check_residuals(rows, values, priority=self.priority)
     with self._lock:
       live = self._store.is_live(rows)
       self._counts["priorities_too_late"] += int((rows >= 0).sum() - live.sum())
@@ -213,23 +232,39 @@ class ReplayBuffer:
           self._refresh(slot)
 
   def stats(self) -> dict[str, float]:
-    """Counters since the start (rows unless named otherwise), and the state now; ages in versions against the newest one known."""
+    """Counters since the start (rows unless named otherwise), and the state now; ages in versions against the newest
+    one known.
+    """
     with self._lock:
       store = self._store
       mean_version = store.sum_versions / store.num_live if store.num_live else float(self._version)
       return self._counts | {
-          "live_rows": store.num_live, "unused_groups": store.num_unused_groups, "fill": store.num_live / self._capacity, "live_prompts": len(store.slots),
-          "drawable_groups": self._num_available(), "recent": self._chooser.num_recent, "mean_age": self._version - mean_version}
+        "live_rows": store.num_live,
+        "unused_groups": store.num_unused_groups,
+        "fill": store.num_live / self._capacity,
+        "live_prompts": len(store.slots),
+        "drawable_groups": self._num_available(),
+        "recent": self._chooser.num_recent,
+        "mean_age": self._version - mean_version,
+      }
 
   def state_dict(self) -> dict[str, dict[str, Any]]:
-    """Everything that later draws depend on: {"arrays": live rows only, numpy arrays; "scalars": JSON-able}. Aliases nothing."""
+    """Everything that later draws depend on: {"arrays": live rows only, numpy arrays; "scalars": JSON-able}. Aliases
+    nothing.
+    """
     with self._lock:
       arrays, scalars = self._store.save()
       arrays |= self._chooser.save()
       scalars |= {
-          "settings": dict(self._settings), "rng": copy.deepcopy(self._rng.bit_generator.state), "counts": dict(self._counts),
-          "ref_version": self._ref_version, "temperature": self._temperature, "version": self._version,
-          "published": list(self._published), "max_residual": self._max_residual}
+        "settings": dict(self._settings),
+        "rng": copy.deepcopy(self._rng.bit_generator.state),
+        "counts": dict(self._counts),
+        "ref_version": self._ref_version,
+        "temperature": self._temperature,
+        "version": self._version,
+        "published": list(self._published),
+        "max_residual": self._max_residual,
+      }
       return {"arrays": arrays, "scalars": scalars}
 
   def load_state_dict(self, state: dict[str, dict[str, Any]], *, newest_version: int | None = None) -> None:
@@ -239,7 +274,8 @@ class ReplayBuffer:
       newest_version: the version that the run resumes at, if known; no row can be newer.
 
     Raises:
-      ValueError: the state is of a buffer with other settings, or holds rows from the future. This buffer is then unchanged.
+      ValueError: the state is of a buffer with other settings, or holds rows from the future. This buffer is then
+        unchanged.
     """
     arrays, scalars = state["arrays"], state["scalars"]
     check_state(arrays, scalars, settings=self._settings, newest_version=newest_version)
@@ -253,32 +289,18 @@ class ReplayBuffer:
       self._max_residual = scalars["max_residual"]
       self._rebuild(arrays)
 
-  # What follows is called with the lock held, except where it touches nothing of the buffer.
-
-  def _distinct_samples(self, group: RolloutGroup) -> tuple[np.ndarray, list[int]]:
-    """Samples of a group to keep, the last of equal ones, and their hashes; all of them and no hashes without dedup. No lock."""
-    if not self._dedup:
-      return np.arange(len(group.lengths)), []
-    tokens = np.ascontiguousarray(group.tokens, np.int32)
-    last: dict[bytes, int] = {}
-    for sample, length in enumerate(group.lengths.tolist()):
-      content = tokens[sample, :length].tobytes()
-      last.pop(content, None)
-      last[content] = sample
-    return np.fromiter(last.values(), np.int64, len(last)), [hash_response(group.prompt_id, content) for content in last]
+  # What follows is called with the lock held.
 
   def _check_against_rows(self, group: RolloutGroup) -> None:
-    if self._temperature is not None and group.temperature != self._temperature:
-      raise ValueError(f"temperature={group.temperature} of a group differs from the buffer's {self._temperature}; log-probabilities of "
-                       "two temperatures cannot be trained on together: keep one temperature for the run.")
-    if group.ref_version != self._ref_version:
-      raise ValueError(f"ref_version={group.ref_version} of a group differs from the buffer's {self._ref_version}; score the group by "
-                       "the current reference, or call set_reference first.")
-    slot = self._store.slots.get(group.prompt_id)
-    if slot is not None:
-      check_same_prompt(group, self._store.prompt_tokens[slot, : self._store.prompt_length[slot]])
-    if self._single and not self._fifo and slot is None and self._store.num_live:
-      raise ValueError(f"prompt_id={group.prompt_id} is a second prompt in a buffer of one (single_prompt=True); set it to False.")
+    store, slot = self._store, self._store.slots.get(group.prompt_id)
+    known = None if slot is None else store.prompt_tokens[slot, : store.prompt_length[slot]]
+    check_group_fits(
+      group,
+      temperature=self._temperature,
+      ref_version=self._ref_version,
+      prompt=known,
+      only_known=self._single and not self._fifo and store.num_live > 0,
+    )
 
   def _make_room(self, group: RolloutGroup, samples: np.ndarray, keys: list[int]) -> tuple[np.ndarray, list[int]]:
     """Removes what the samples replace or push out; returns those samples, with their hashes, that stay themselves."""
@@ -296,7 +318,7 @@ class ReplayBuffer:
     self._remove(store.oldest_rows(max(store.num_live + len(samples) - self._capacity, 0)), "evicted_capacity")
     return samples, keys
 
-  def _enter(self, rows: np.ndarray, keys: Sequence[int]) -> None:
+  def _enter(self, rows: np.ndarray, keys: list[int]) -> None:
     """Makes fresh rows of one group known to the index and to the sets that draws choose from."""
     for key, row in zip(keys, rows.tolist(), strict=self._dedup):
       self._index.add(key, row)
@@ -349,7 +371,9 @@ class ReplayBuffer:
   def _prompt_weight(self, slot: int) -> float:
     if self.priority != "residual":
       return 1.0
-    return priorities.residual_weight(self._store.residual[np.array(self._rows_of[slot])], temperature=self._priority_temperature)
+    return priorities.residual_weight(
+      self._store.residual[np.array(self._rows_of[slot])], temperature=self._priority_temperature
+    )
 
   def _row_weights(self, rows: np.ndarray) -> np.ndarray:
     if self.priority != "reward":
@@ -360,32 +384,19 @@ class ReplayBuffer:
     newest_row = unit if self._single else self._rows_of[unit][-1]
     return bool(self._store.arrival[newest_row] >= self._published[0])
 
-  def _remember_versions(self, rows: np.ndarray) -> None:
-    if self._max_staleness < 0:
-      return
-    versions, handles = self._store.oldest_version[rows].tolist(), self._store.handles(rows).tolist()
-    for version, handle in zip(versions, handles, strict=True):
-      self._by_version.setdefault(version, array.array("q")).append(handle)
-    for version in set(versions):
-      bucket = self._by_version[version]
-      if len(bucket) > 2 * self._capacity:  # mostly rows that have left: a trainer that stands still must not cost memory for ever
-        rows = self._store.live_rows(np.array(bucket))
-        self._by_version[version] = array.array("q", self._store.handles(rows).tolist())
-
   def _drop_stale(self, version: int) -> None:
     self._version = max(self._version, int(version))
-    if self._max_staleness < 0:
+    if self._by_version is None:
       return
-    for stale in sorted(bucket for bucket in self._by_version if version - bucket > self._max_staleness):
-      for row in self._store.live_rows(np.array(self._by_version.pop(stale))).tolist():
-        if self._store.arrival[row] < 0:
-          continue  # left with its group a moment ago
-        rows = self._store.group_of(row) if self._fifo else [row]
-        self._counts["evicted_age_unused"] += int((self._store.uses[rows] == 0).sum())
-        if self._fifo:
-          self._remove_group(rows, "evicted_age")
-        else:
-          self._remove(rows, "evicted_age")
+    for row in self._by_version.take_older(version - self._max_staleness, self._store):
+      if self._store.arrival[row] < 0:
+        continue  # left with its group a moment ago
+      rows = self._store.group_of(row) if self._fifo else [row]
+      self._counts["evicted_age_unused"] += int((self._store.uses[rows] == 0).sum())
+      if self._fifo:
+        self._remove_group(rows, "evicted_age")
+      else:
+        self._remove(rows, "evicted_age")
 
   def _num_available(self) -> int:
     """Groups that a batch could hold now."""
@@ -401,8 +412,10 @@ class ReplayBuffer:
     else:
       self._counts["prompts_skipped"] += len(self._store.slots) - len(self._chooser)
       choice = self._chooser.choose(self._rng, num_prompts)
-      groups = [self._choose_rows(slot, responses_per_prompt, newest=newest)
-                for slot, newest in zip(choice.units, choice.from_recent, strict=True)]
+      groups = [
+        self._choose_rows(slot, responses_per_prompt, newest=newest)
+        for slot, newest in zip(choice.units, choice.from_recent, strict=True)
+      ]
       weights = choice.importance
     self._counts["recent_misses"] += choice.num_recent_misses
     return groups, weights
@@ -414,33 +427,11 @@ class ReplayBuffer:
     scores = self._store.reward[rows] / self._priority_temperature if self.priority == "reward" else None
     return rows[priorities.choose_rows(self._rng, len(rows), count, scores=scores)]
 
-  def _gather(self, groups: list[np.ndarray], weights: Sequence[float], *, responses_per_prompt: int, version: int) -> Draw:
-    store, num_groups = self._store, len(groups)
-    rows = np.full((num_groups, responses_per_prompt), -1, np.int64)
-    for place, group in enumerate(groups):
-      rows[place, : len(group)] = group
-    slots = np.repeat(store.slot[rows[:, 0]], responses_per_prompt)
-    rows = rows.reshape(-1)
-    valid = rows >= 0
-    padding = ~valid
-
-    def take(column: np.ndarray, places: np.ndarray, fill: int) -> np.ndarray:
-      taken = column.take(places, axis=0)
-      taken[padding] = fill
-      return taken
-
-    return Draw(
-        prompts=take(store.prompt_tokens, slots, 0), prompt_lengths=take(store.prompt_length, slots, 0),
-        tokens=take(store.tokens, rows, 0), lengths=take(store.length, rows, 0), log_mu=take(store.log_mu, rows, 0),
-        log_ref=take(store.log_ref, rows, 0), versions=take(store.oldest_version, rows, version), rewards=take(store.reward, rows, 0),
-        truncated=take(store.truncated, rows, 0), group_ids=np.repeat(np.arange(num_groups, dtype=np.int32), responses_per_prompt),
-        valid=valid, weights=np.repeat(np.asarray(weights, np.float32), responses_per_prompt), prompt_ids=store.prompt_id[slots],
-        occurrences=take(store.occurrence, rows, -1), rows=np.where(valid, store.handles(rows), -1))
-
   def _rebuild(self, arrays: dict[str, np.ndarray]) -> None:
     """Derives what is not saved from the rows of the store."""
     store, rows = self._store, np.asarray(arrays["rows"])
-    self._remember_versions(rows)
+    if self._by_version is not None:
+      self._by_version.add(rows, store)
     if self._fifo:
       self._num_groups = len(np.unique(store.first_arrival[rows]))
       return

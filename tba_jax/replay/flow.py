@@ -1,6 +1,8 @@
-"""Which prompt is sampled next, and whether a searcher may start sampling it: the ledger of prompts and the admission rule.
+"""Which prompt is sampled next, and whether a searcher may start sampling it: the ledger of prompts and the admission
+rule.
 
-The guarantee that nothing too old is trained on is the buffer's check at the draw; admission only keeps searchers from wasting work.
+The guarantee that nothing too old is trained on is the buffer's check at the draw; admission only keeps searchers from
+wasting work.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ from tba_jax.types import Occurrence
 class PromptLedger:
   """Hands out prompts in one global order and remembers which are being sampled. Safe to use from several threads.
 
-  Occurrence n is the prompt at place n % num_prompts of the seeded permutation of epoch n // num_prompts, whoever asks and whenever: each
-  prompt has exactly one occurrence per epoch. An occurrence ends by `finish` (its group is in the buffer) or `drop`, or comes back by
-  `requeue`.
+  Occurrence n is the prompt at place n % num_prompts of the seeded permutation of epoch n // num_prompts, whoever asks
+  and whenever: each prompt has exactly one occurrence per epoch. An occurrence ends by `finish` (its group is in the
+  buffer) or `drop`, or comes back by `requeue`.
   """
 
   def __init__(self, num_prompts: int, *, seed: int):
@@ -51,7 +53,9 @@ class PromptLedger:
       self._num_finished += 1
 
   def requeue(self, occurrence: Occurrence) -> None:
-    """It was not sampled to the end: it is handed out again, with fresh keys, before any new one. ValueError if not in flight."""
+    """It was not sampled to the end: it is handed out again, with fresh keys, before any new one. ValueError if not in
+    flight.
+    """
     with self._lock:
       self._end(occurrence)
       heapq.heappush(self._pending, (occurrence.occurrence, occurrence.attempt + 1))
@@ -66,19 +70,37 @@ class PromptLedger:
   def in_flight(self) -> tuple[Occurrence, ...]:
     """What has been taken and has not ended, oldest first."""
     with self._lock:
-      return tuple(Occurrence(number, self._prompt_of(number), attempt) for number, attempt in sorted(self._in_flight.items()))
+      return tuple(
+        Occurrence(number, self._prompt_of(number), attempt) for number, attempt in sorted(self._in_flight.items())
+      )
 
   def stats(self) -> dict[str, int]:
     with self._lock:
-      return {"taken": self._next, "in_flight": len(self._in_flight), "pending": len(self._pending), "finished": self._num_finished,
-              "dropped": self._num_dropped, "requeued": self._num_requeued, "epoch": self._next // self._num_prompts}
+      return {
+        "taken": self._next,
+        "in_flight": len(self._in_flight),
+        "pending": len(self._pending),
+        "finished": self._num_finished,
+        "dropped": self._num_dropped,
+        "requeued": self._num_requeued,
+        "epoch": self._next // self._num_prompts,
+      }
 
   def state_dict(self) -> dict[str, Any]:
-    """JSON-able. What is in flight is saved as pending with the SAME attempt: a resume repeats exactly what was rolled back."""
+    """JSON-able. What is in flight is saved as pending with the SAME attempt: a resume repeats exactly what was rolled
+    back.
+    """
     with self._lock:
       pending = sorted(self._pending + list(self._in_flight.items()))
-      return {"num_prompts": self._num_prompts, "seed": self._seed, "next": self._next, "pending": [list(item) for item in pending],
-              "finished": self._num_finished, "dropped": self._num_dropped, "requeued": self._num_requeued}
+      return {
+        "num_prompts": self._num_prompts,
+        "seed": self._seed,
+        "next": self._next,
+        "pending": [list(item) for item in pending],
+        "finished": self._num_finished,
+        "dropped": self._num_dropped,
+        "requeued": self._num_requeued,
+      }
 
   def load_state_dict(self, state: dict[str, Any]) -> None:
     """Replaces everything by what `state_dict` gave.
@@ -88,7 +110,9 @@ class PromptLedger:
     """
     for name, here in (("num_prompts", self._num_prompts), ("seed", self._seed)):
       if state[name] != here:
-        raise ValueError(f"the saved ledger has {name}={state[name]}, here it is {here}; resume with the data and seed of the run.")
+        raise ValueError(
+          f"the saved ledger has {name}={state[name]}, here it is {here}; resume with the data and seed of the run."
+        )
     with self._lock:
       self._next = state["next"]
       self._pending = [(occurrence, attempt) for occurrence, attempt in state["pending"]]
@@ -98,7 +122,9 @@ class PromptLedger:
 
   def _end(self, occurrence: Occurrence) -> None:
     if self._in_flight.get(occurrence.occurrence) != occurrence.attempt:
-      raise ValueError(f"{occurrence} is not in flight; an occurrence ends once, by finish, requeue or drop, after take handed it out.")
+      raise ValueError(
+        f"{occurrence} is not in flight; an occurrence ends once, by finish, requeue or drop, after take handed it out."
+      )
     del self._in_flight[occurrence.occurrence]
 
   def _prompt_of(self, occurrence: int) -> int:
@@ -108,14 +134,23 @@ class PromptLedger:
     return int(self._order[place])
 
 
-def may_start_group(*, trainer_version: int, searcher_version: int, unused_groups: int, running_groups: int, groups_per_step: int,
-                    max_staleness: int) -> bool:
-  """Whether a group started now will still be fresh enough when its turn comes: u + floor((Q + R) / B) - v <= max_staleness.
+def may_start_group(
+  *,
+  trainer_version: int,
+  searcher_version: int,
+  unused_groups: int,
+  running_groups: int,
+  groups_per_step: int,
+  max_staleness: int,
+) -> bool:
+  """Whether a group started now will still be fresh enough when its turn comes: u + floor((Q + R) / B) - v <=
+  max_staleness.
 
   Exact for once-through, oldest-first use: Q + R groups come before this one, B of them leave with each step.
 
   Args:
-    trainer_version: u, the version at which the NEXT batch to be drawn will be trained: applied updates plus batches drawn ahead.
+    trainer_version: u, the version at which the NEXT batch to be drawn will be trained: applied updates plus batches
+      drawn ahead.
     searcher_version: v, of the weights that would sample the group.
     unused_groups: Q, live groups in the buffer that no batch has drawn.
     running_groups: R, groups being sampled, by all searchers.
@@ -126,15 +161,18 @@ def may_start_group(*, trainer_version: int, searcher_version: int, unused_group
     ValueError: the searcher is ahead of the trainer, which happens only if versions were not rolled back together.
   """
   if searcher_version > trainer_version:
-    raise ValueError(f"searcher_version={searcher_version} is ahead of trainer_version={trainer_version}; after a resume give the searchers "
-                     "the weights of the checkpoint.")
+    raise ValueError(
+      f"searcher_version={searcher_version} is ahead of trainer_version={trainer_version}; after a resume give "
+      "the searchers the weights of the checkpoint."
+    )
   if max_staleness < 0:
     return True
   return trainer_version + (unused_groups + running_groups) // groups_per_step - searcher_version <= max_staleness
 
 
 def check_flow(max_staleness: int, sync_every_steps: int) -> None:
-  """Refuses a limit that would stop the run: before each publish the trainer is sync_every_steps - 1 updates ahead of the searchers.
+  """Refuses a limit that would stop the run: before each publish the trainer is sync_every_steps - 1 updates ahead of
+  the searchers.
 
   Raises:
     ValueError: sync_every_steps < 1, or 0 <= max_staleness < sync_every_steps - 1.
@@ -142,6 +180,8 @@ def check_flow(max_staleness: int, sync_every_steps: int) -> None:
   if sync_every_steps < 1:
     raise ValueError(f"sync_every_steps={sync_every_steps} must be at least 1.")
   if 0 <= max_staleness < sync_every_steps - 1:
-    raise ValueError(f"max_staleness={max_staleness} is less than sync_every_steps - 1 = {sync_every_steps - 1}: the trainer would run out "
-                     f"of rollouts before it publishes, and wait for ever; set max_staleness to {sync_every_steps - 1} or more, -1 for no "
-                     "limit, or publish more often.")
+    raise ValueError(
+      f"max_staleness={max_staleness} is less than sync_every_steps - 1 = {sync_every_steps - 1}: the trainer would "
+      "run out of rollouts before it publishes, and wait for ever; set max_staleness to "
+      f"{sync_every_steps - 1} or more, -1 for no limit, or publish more often."
+    )

@@ -1,7 +1,9 @@
-"""What the replay buffer draws by: sets that are drawn from uniformly, a tree that is drawn from by weight, and the weights themselves.
+"""What the replay buffer draws by: sets that are drawn from uniformly, a tree that is drawn from by weight, and the
+weights themselves.
 
-Plain data structures over small integers (rows or prompt slots). Every operation costs O(1) or O(log n), and every state is a function
-of its saved contents, bit for bit, so that a restored structure draws what the unbroken one would have drawn.
+Plain data structures over small integers (rows or prompt slots). Every operation costs O(1) or O(log n), and every
+state is a function of its saved contents, bit for bit, so that a restored structure draws what the unbroken one would
+have drawn.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ MAX_EXPONENT = 600.0  # exp(600) * 1e6 rows still fits a float64
 
 
 class DrawSet:
-  """A set of integers in [0, capacity) with a uniform draw. Members can be hidden for a while (what a batch already holds).
+  """A set of integers in [0, capacity) with a uniform draw. Members can be hidden for a while (what a batch already
+  holds).
 
   Members lie in one array, the hidden ones at its end. Their order depends on history, so it is part of the state.
   """
@@ -89,7 +92,8 @@ class DrawSet:
 class SumTree:
   """Weights of the integers in [0, capacity), drawn from in proportion; O(log capacity) to set and to draw.
 
-  A parent is always recomputed as the sum of its two children, never adjusted by a difference: no rounding is carried along, and a
+  A parent is always recomputed as the sum of its two children, never adjusted by a difference: no rounding is carried
+    along, and a
   tree built anew from the same weights is the same tree, bit for bit.
   """
 
@@ -128,7 +132,8 @@ class SumTree:
     while node < self._num_leaves:
       node *= 2
       left = sums[node]
-      # Rounding may leave a point at or beyond all that lies right of here: a subtree that weighs nothing is never entered.
+      # Rounding may leave a point at or beyond all that lies right of here: a subtree that weighs nothing is never
+      # entered.
       if point >= left and sums[node + 1] > 0:
         point -= left
         node += 1
@@ -136,10 +141,11 @@ class SumTree:
 
 
 def choose_rows(rng: np.random.Generator, num_rows: int, count: int, *, scores: np.ndarray | None = None) -> np.ndarray:
-  """Chooses `count` of `num_rows` without replacement: uniformly, or one after the other from softmax(scores) of what is left.
+  """Chooses `count` of `num_rows` without replacement: uniformly, or one after the other from softmax(scores) of what
+  is left.
 
-  The second by the Gumbel top-k trick (Kool et al. 2019, arXiv:1903.06059): the k largest of scores + Gumbel noise, in descending
-  order, are distributed like k successive draws. Any range of scores is exact.
+  The second by the Gumbel top-k trick (Kool et al. 2019, arXiv:1903.06059): the k largest of scores + Gumbel noise, in
+  descending order, are distributed like k successive draws. Any range of scores is exact.
 
   Returns:
     int64 [min(count, num_rows)], distinct, in the order drawn.
@@ -158,16 +164,20 @@ def reward_weight(rewards: np.ndarray, *, temperature: float) -> np.ndarray:
   """
   exponents = np.asarray(rewards, np.float64) / temperature
   if np.abs(exponents).max(initial=0.0) > MAX_EXPONENT:
-    raise ValueError(f"reward / priority_temperature reaches {np.abs(exponents).max():.4g}, more than {MAX_EXPONENT:.0f}, which no "
-                     f"sum over the buffer can hold; raise priority_temperature={temperature} or scale the reward.")
+    raise ValueError(
+      f"reward / priority_temperature reaches {np.abs(exponents).max():.4g}, more than {MAX_EXPONENT:.0f}, which no "
+      f"sum over the buffer can hold; raise priority_temperature={temperature} or scale the reward."
+    )
   return np.exp(exponents)
 
 
 def residual_weight(residuals: np.ndarray, *, temperature: float) -> float:
-  """(mean |TB residual| of a prompt's responses + floor) ** (1 / temperature): the weight of a prompt among all prompts.
+  """(mean |TB residual| of a prompt's responses + floor) ** (1 / temperature): the weight of a prompt among all
+  prompts.
 
-  1 / temperature is the exponent alpha of prioritised replay (Schaul et al. 2016, arXiv:1511.05952). The priority chooses prompts, and
-  a prompt's responses uniformly, so that one importance weight per group corrects it and centring within a group still holds.
+  1 / temperature is the exponent alpha of prioritised replay (Schaul et al. 2016, arXiv:1511.05952). The priority
+  chooses prompts, and a prompt's responses uniformly, so that one importance weight per group corrects it and centring
+  within a group still holds.
   """
   return float((residuals.mean() + RESIDUAL_FLOOR) ** (1.0 / temperature))
 
@@ -175,8 +185,10 @@ def residual_weight(residuals: np.ndarray, *, temperature: float) -> float:
 def importance_weight(weight: float, *, total: float, num_members: int) -> float:
   """(1 / n) / (weight / total): what makes a draw by weight count as a uniform draw from the same n members.
 
-  Its mean over draws is 1, so it is not divided by its largest value as in PER: groups that came by the recency coin weigh 1 beside it.
-  It does not explode in the loss either: where the weight is small, so is the residual, which the gradient is proportional to.
+  Its mean over draws is 1, so it is not divided by its largest value as in PER: groups that came by the recency coin
+    weigh 1 beside it.
+  It does not explode in the loss either: where the weight is small, so is the residual, which the gradient is
+    proportional to.
   """
   return total / (num_members * weight)
 
@@ -189,7 +201,8 @@ class Choice(NamedTuple):
 
 
 class UnitChooser:
-  """Chooses the units of a batch by a coin: recent ones, without replacement over batches, or any, uniformly or by weight.
+  """Chooses the units of a batch by a coin: recent ones, without replacement over batches, or any, uniformly or by
+  weight.
 
   A unit is whatever the batch holds at most once: a prompt's slot, or, where there is one prompt only, a row.
   """
@@ -232,7 +245,9 @@ class UnitChooser:
     self.set_weight(unit, 0.0)
 
   def choose(self, rng: np.random.Generator, count: int) -> Choice:
-    """Chooses `count` units of at least as many. A pass over the recent ones starts again when none is left that the batch lacks."""
+    """Chooses `count` units of at least as many. A pass over the recent ones starts again when none is left that the
+    batch lacks.
+    """
     assert count <= len(self._all)
     units, from_recent, importance, num_recent_misses = [], [], [], 0
     drawn_in_pass, hidden_weights = [], []
@@ -250,7 +265,9 @@ class UnitChooser:
           unit = self._all.choose(rng)
         else:
           unit = self._weights.choose(rng)
-          weight = importance_weight(self._weights.get(unit), total=self._weights.total, num_members=self._all.num_visible)
+          weight = importance_weight(
+            self._weights.get(unit), total=self._weights.total, num_members=self._all.num_visible
+          )
       units.append(unit)
       from_recent.append(recent)
       importance.append(weight)
@@ -270,7 +287,11 @@ class UnitChooser:
 
   def save(self) -> dict[str, np.ndarray]:
     """The members in the order that draws depend on. Weights are not saved, they follow from what the units hold."""
-    return {"units": self._all.members(), "recent_units": self._recent.members(), "recent_left_units": self._recent_left.members()}
+    return {
+      "units": self._all.members(),
+      "recent_units": self._recent.members(),
+      "recent_left_units": self._recent_left.members(),
+    }
 
   def load(self, arrays: dict[str, np.ndarray], *, weights: np.ndarray | None) -> None:
     """Restores what `save` gave; `weights` are of arrays["units"], in their order."""

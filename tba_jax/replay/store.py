@@ -1,27 +1,43 @@
-"""Where the replay buffer keeps its rows: preallocated arrays, a list of arrival through them, prompts, and an index of equal responses.
+"""Where the replay buffer keeps its rows: preallocated arrays, linked in order of arrival, and the prompts they answer.
 
-Nothing here draws, locks or counts; `buffer.py` does. Virtual memory is reserved once and becomes real as rows are written.
+Nothing here draws, locks or counts; `buffer.py` does. Virtual memory is reserved once and becomes real as rows are
+written.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from tba_jax.types import RolloutGroup
+from tba_jax.types import Draw, RolloutGroup
 
 _TOKEN_COLUMNS = ("tokens", "log_mu", "log_ref")
-_ROW_COLUMNS = ("slot", "length", "reward", "truncated", "occurrence", "attempt", "oldest_version", "newest_version", "uses", "arrival",
-                "first_arrival", "residual")
+_ROW_COLUMNS = (
+  "slot",
+  "length",
+  "reward",
+  "truncated",
+  "occurrence",
+  "attempt",
+  "oldest_version",
+  "newest_version",
+  "uses",
+  "arrival",
+  "first_arrival",
+  "residual",
+)
 _LATEST = np.iinfo(np.int32).max
 _CHUNK_ROWS = 4096  # rows copied at a time when saving, so that a large buffer is never held twice in between
 
 
 class RowStore:
-  """Rows (one response each) in arrays of `capacity` rows, linked from oldest to newest, each pointing to its prompt's slot.
+  """Rows (one response each) in arrays of `capacity` rows, linked from oldest to newest, each pointing to its prompt's
+  slot.
 
-  A handle names a row and what it held: arrival * capacity + row. It stays unambiguous after the row has been given to another response.
+  A handle names a row and what it held: arrival * capacity + row. It stays unambiguous after the row has been given to
+    another response.
   """
 
   def __init__(self, *, capacity: int, max_prompt_tokens: int, max_response_tokens: int):
@@ -59,7 +75,9 @@ class RowStore:
     self._unused: dict[int, int] = {}  # first arrival of each sampling group that no draw has touched -> its live rows
 
   def append(self, group: RolloutGroup, samples: np.ndarray, *, residual: float) -> np.ndarray:
-    """Writes the chosen samples of a group, in order, as the newest rows; there must be room. Returns the rows, int64 [n]."""
+    """Writes the chosen samples of a group, in order, as the newest rows; there must be room. Returns the rows, int64
+    [n].
+    """
     num = len(samples)
     assert self.num_live + num <= self.capacity
     rows = np.array([self._free_rows.pop() if self._free_rows else self._fresh_row() for _ in range(num)], np.int64)
@@ -172,20 +190,67 @@ class RowStore:
     rows = np.flatnonzero(self.arrival[: self._next_row] >= 0)
     return rows[np.argsort(self.arrival[rows])]
 
+  def gather(self, groups: Sequence[np.ndarray], weights: Sequence[float], *, num_rows: int, version: int) -> Draw:
+    """Copies rows into a draw: group after group, each filled up to `num_rows` with rows that are not valid.
+
+    Args:
+      groups: live rows of each training group, int64, 1 to num_rows of them.
+      weights: of the groups.
+      version: that rows which are not valid claim, so that their staleness is 0.
+    """
+    rows = np.full((len(groups), num_rows), -1, np.int64)
+    for place, group in enumerate(groups):
+      rows[place, : len(group)] = group
+    slots = np.repeat(self.slot[rows[:, 0]], num_rows)
+    rows = rows.reshape(-1)
+    valid = rows >= 0
+    padding = ~valid
+
+    def take(column: np.ndarray, places: np.ndarray, fill: int) -> np.ndarray:
+      taken = column.take(places, axis=0)
+      taken[padding] = fill
+      return taken
+
+    return Draw(
+      prompts=take(self.prompt_tokens, slots, 0),
+      prompt_lengths=take(self.prompt_length, slots, 0),
+      tokens=take(self.tokens, rows, 0),
+      lengths=take(self.length, rows, 0),
+      log_mu=take(self.log_mu, rows, 0),
+      log_ref=take(self.log_ref, rows, 0),
+      versions=take(self.oldest_version, rows, version),
+      rewards=take(self.reward, rows, 0),
+      truncated=take(self.truncated, rows, 0),
+      group_ids=np.repeat(np.arange(len(groups), dtype=np.int32), num_rows),
+      valid=valid,
+      weights=np.repeat(np.asarray(weights, np.float32), num_rows),
+      prompt_ids=self.prompt_id[slots],
+      occurrences=take(self.occurrence, rows, -1),
+      rows=np.where(valid, self.handles(rows), -1),
+    )
+
   def save(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Live rows and prompts as arrays (token arrays packed: real tokens only, oldest row first), and JSON-able scalars."""
+    """Live rows and prompts as arrays (of tokens the real ones only, oldest row first), and JSON-able scalars."""
     rows = self.live_by_arrival()
     slots = np.array(sorted(self.slots.values()), np.int64)
     arrays = {name: getattr(self, name)[rows] for name in _ROW_COLUMNS}
     arrays |= {name: _pack(getattr(self, name), rows, self.length) for name in _TOKEN_COLUMNS}
     arrays |= {
-        "rows": rows, "slots": slots, "prompt_id": self.prompt_id[slots], "prompt_length": self.prompt_length[slots],
-        "prompt_tokens": _pack(self.prompt_tokens, slots, self.prompt_length),
-        "unused": np.array(sorted(self._unused), np.int64), "free_rows": np.array(self._free_rows, np.int64), "free_slots": np.array(self._free_slots, np.int64)}
+      "rows": rows,
+      "slots": slots,
+      "prompt_id": self.prompt_id[slots],
+      "prompt_length": self.prompt_length[slots],
+      "prompt_tokens": _pack(self.prompt_tokens, slots, self.prompt_length),
+      "unused": np.array(sorted(self._unused), np.int64),
+      "free_rows": np.array(self._free_rows, np.int64),
+      "free_slots": np.array(self._free_slots, np.int64),
+    }
     return arrays, {"next_row": self._next_row, "next_slot": self._next_slot, "next_arrival": self.next_arrival}
 
   def load(self, arrays: dict[str, np.ndarray], scalars: dict[str, Any]) -> None:
-    """Restores what `save` gave into a store that has held nothing yet, row numbers and the order of free rows included."""
+    """Restores what `save` gave into a store that has held nothing yet, row numbers and the order of free rows
+    included.
+    """
     assert self._next_row == 0
     rows, slots = np.asarray(arrays["rows"]), np.asarray(arrays["slots"])
     for name in _ROW_COLUMNS:
@@ -204,7 +269,7 @@ class RowStore:
     self.sum_versions = int(self.oldest_version[rows].sum(dtype=np.int64))
     unused, counts = np.unique(self.first_arrival[rows], return_counts=True)
     kept = np.isin(unused, arrays["unused"])
-    self._unused = dict(zip(unused[kept].tolist(), counts[kept].tolist()))
+    self._unused = dict(zip(unused[kept].tolist(), counts[kept].tolist(), strict=True))
     if len(rows):
       self._link(rows)
 
@@ -234,51 +299,6 @@ class RowStore:
     else:
       self.oldest = int(rows[0])
     self.newest = int(rows[-1])
-
-
-class ResponseIndex:
-  """Finds the live row of a prompt that holds given tokens: by hash, then by comparing the tokens themselves.
-
-  Rows of one hash form a chain through `_chain`. Hashes differ between processes and are never saved.
-  """
-
-  def __init__(self, capacity: int):
-    self._heads: dict[int, int] = {}
-    self._chain = np.empty(capacity, np.int32)
-    self._keys = np.empty(capacity, np.int64)
-
-  def find(self, key: int, prompt_id: int, tokens: np.ndarray, store: RowStore) -> int:
-    """The row, or -1."""
-    row = self._heads.get(key, -1)
-    while row >= 0:
-      length = int(store.length[row])
-      if (length == len(tokens) and store.prompt_id[store.slot[row]] == prompt_id
-          and np.array_equal(store.tokens[row, :length], tokens)):
-        return row
-      row = int(self._chain[row])
-    return -1
-
-  def add(self, key: int, row: int) -> None:
-    self._keys[row] = key
-    self._chain[row] = self._heads.get(key, -1)
-    self._heads[key] = row
-
-  def remove(self, row: int) -> None:
-    key = int(self._keys[row])
-    following = int(self._chain[row])
-    head = self._heads[key]
-    if head != row:
-      while self._chain[head] != row:
-        head = int(self._chain[head])
-      self._chain[head] = following
-    elif following >= 0:
-      self._heads[key] = following
-    else:
-      del self._heads[key]
-
-
-def hash_response(prompt_id: int, tokens: bytes) -> int:
-  return hash((prompt_id, tokens))
 
 
 def _pack(stored: np.ndarray, rows: np.ndarray, length: np.ndarray) -> np.ndarray:
