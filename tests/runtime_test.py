@@ -1,0 +1,232 @@
+"""Whole short runs: determinism, exact lags, resumes, faults. The model is tiny and untrained, everything else is the real thing."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import jax
+
+from tba_jax.checkpoints import run_state
+from tba_jax.models import transformer
+from tba_jax import metrics, train
+from tba_jax.runtime.run import StopFlag
+from tba_jax.tasks.arithmetic import ArithmeticTask
+from tests import runs
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compile_once(tmp_path_factory):
+  """Every run compiles the same programs again; the persistent cache makes that a file read."""
+  jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("xla")))
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
+  yield
+  jax.config.update("jax_compilation_cache_dir", None)
+
+
+@pytest.fixture(autouse=True)
+def _easy_reward(monkeypatch):
+  runs.use_easy_reward(monkeypatch)
+
+
+def _weights(workdir):
+  cfg, _ = train.read_model_folder(workdir / "model")
+  step, params = run_state.load_params(workdir, transformer.abstract_params(cfg))
+  return step, [np.asarray(leaf) for leaf in jax.tree.leaves(params)]
+
+
+def _same_weights(a, b):
+  (step_a, left), (step_b, right) = _weights(a), _weights(b)
+  assert step_a == step_b
+  for x, y in zip(left, right, strict=True):
+    np.testing.assert_array_equal(x, y)
+
+
+def _stop_after_step(monkeypatch, stop, step):
+  """Asks the run to stop as soon as `step` steps are logged."""
+  write = metrics.MetricsWriter.write
+
+  def watched(self, at, scalars):
+    write(self, at, scalars)
+    if "loss" in scalars and at == step:
+      stop.set("the test")
+
+  monkeypatch.setattr(metrics.MetricsWriter, "write", watched)
+
+
+@pytest.mark.parametrize("lag", [-1, 2])
+def test_lockstep_twice_is_bitwise_equal(tmp_path, lag):
+  config = runs.short_config(runtime__mode="lockstep", runtime__lag=lag)
+  for name in ("a", "b"):
+    assert runs.run(config, tmp_path / name) == 0
+  assert runs.untimed(tmp_path / "a") == runs.untimed(tmp_path / "b")
+  assert len({line["loss"] for line in runs.untimed(tmp_path / "a") if "loss" in line}) == 6, "the runs must have learnt something"
+  _same_weights(tmp_path / "a", tmp_path / "b")
+  assert runs.lines(tmp_path / "a", "rollouts/train.jsonl") == runs.lines(tmp_path / "b", "rollouts/train.jsonl")
+
+
+@pytest.mark.parametrize("mode, lag, expected", [
+    ("lockstep", 0, [0] * 6), ("lockstep", 3, [0, 1, 2, 3, 3, 3]), ("sync", -1, [0] * 6)])
+def test_every_row_has_exactly_the_lag(tmp_path, mode, lag, expected):
+  assert runs.run(runs.short_config(runtime__mode=mode, runtime__lag=lag), tmp_path / "run") == 0
+  trained = [line for line in runs.lines(tmp_path / "run") if "loss" in line]
+  assert [line["staleness_mean"] for line in trained] == expected
+  assert [line["staleness_max"] for line in trained] == expected
+  assert runs.results(tmp_path / "run")["staleness_max"] == max(expected)
+
+
+@pytest.mark.parametrize("lag, every, stop_at", [(-1, 2, 3), (2, 1, 4)])
+def test_lockstep_stopped_and_resumed_is_bitwise_the_unbroken_run(tmp_path, monkeypatch, lag, every, stop_at):
+  config = runs.short_config(runtime__mode="lockstep", runtime__lag=lag, sync__every_steps=every, eval__every_steps=3)
+  assert runs.run(config, tmp_path / "whole") == 0
+  with monkeypatch.context() as patch:
+    stop = StopFlag()
+    _stop_after_step(patch, stop, stop_at)
+    assert runs.run(config, tmp_path / "broken", stop) == 0
+  assert not (tmp_path / "broken" / "results.json").exists()
+  assert runs.run(config, tmp_path / "broken") == 0
+  assert runs.untimed(tmp_path / "whole") == runs.untimed(tmp_path / "broken")
+  _same_weights(tmp_path / "whole", tmp_path / "broken")
+  whole, broken = runs.results(tmp_path / "whole"), runs.results(tmp_path / "broken")
+  assert {k: v for k, v in whole.items() if "second" not in k and "searchers_decode" not in k} == {
+      k: v for k, v in broken.items() if "second" not in k and "searchers_decode" not in k}
+
+
+def test_a_stop_in_the_middle_of_decoding_repeats_the_same_rollouts(tmp_path, monkeypatch):
+  config = runs.short_config(runtime__mode="lockstep", sample__chunk_tokens=2)
+  assert runs.run(config, tmp_path / "whole") == 0
+  with monkeypatch.context() as patch:
+    from tba_jax.searcher import Searcher
+    stop, calls, step = StopFlag(), [], Searcher.step
+
+    def watched(self):
+      calls.append(1)
+      if len(calls) == 31:
+        stop.set("the test")
+      return step(self)
+
+    patch.setattr(Searcher, "step", watched)
+    assert runs.run(config, tmp_path / "broken", stop) == 0
+  assert stop.is_set()
+  assert runs.run(config, tmp_path / "broken") == 0
+  assert runs.untimed(tmp_path / "whole") == runs.untimed(tmp_path / "broken")
+  _same_weights(tmp_path / "whole", tmp_path / "broken")
+
+
+def test_async_run_ends_with_all_its_files(tmp_path, capsys):
+  config = runs.short_config(eval__every_steps=3, checkpoint__every_steps=2)
+  assert runs.run(config, tmp_path / "run") == 0
+  found = runs.results(tmp_path / "run")
+  assert set(metrics.RESULT_KEYS) <= set(found)
+  assert found["steps"] == 6 and found["trained_responses"] == 96 and found["eval_size"] == 8
+  assert found["logprob_tokens_compared"] > 0 and found["logprob_gap_max"] < 1e-4
+  trained = [line for line in runs.lines(tmp_path / "run") if "loss" in line]
+  assert [line["step"] for line in trained] == [1, 2, 3, 4, 5, 6]
+  assert sum(line["response_tokens"] * 16 for line in trained) == pytest.approx(found["trained_tokens"])
+  assert {line["step"] for line in runs.lines(tmp_path / "run") if "eval_accuracy" in line} == {0, 3, 6}
+  for name in ("tensorboard", "rollouts/train.jsonl", "rollouts/eval.jsonl", "checkpoints", "timeline.jsonl", "config.json"):
+    assert (tmp_path / "run" / name).exists(), name
+  assert "held-out accuracy before (8 problems)" in capsys.readouterr().out
+  assert runs.run(config, tmp_path / "run") == 0  # again: the results, nothing is trained
+  assert "holds a finished run" in capsys.readouterr().out
+
+
+def test_async_stop_and_resume_accounts_for_every_occurrence(tmp_path, monkeypatch):
+  config = runs.short_config(train__steps=8)
+  with monkeypatch.context() as patch:
+    stop = StopFlag()
+    _stop_after_step(patch, stop, 4)
+    assert runs.run(config, tmp_path / "run", stop) == 0
+  stopped_at = runs.lines(tmp_path / "run")[-1]["step"]
+  assert stopped_at in (4, 5)  # a batch already in hand is trained too
+  state = run_state.RunState(tmp_path / "run", keep=2)
+  meta = state._manager.restore(stopped_at, args=run_state.ocp.args.Composite(meta=run_state.ocp.args.JsonRestore()))["meta"]
+  state.close()
+  ledger = meta["exchange"]["ledger"]
+  assert ledger["next"] == ledger["finished"] + ledger["dropped"] + len(ledger["pending"])
+  assert runs.run(config, tmp_path / "run") == 0
+  assert runs.results(tmp_path / "run")["steps"] == 8
+  assert [line["step"] for line in runs.lines(tmp_path / "run") if "loss" in line] == list(range(1, 9))
+
+
+def test_a_reward_that_raises_once_restarts_the_searcher(tmp_path, monkeypatch, capsys):
+  calls = []
+
+  def reward(self, prompt, response_text, *, truncated):
+    calls.append(threading.current_thread().name)
+    if len(calls) == 40:
+      raise ZeroDivisionError("grader bug")
+    return runs.easy_reward(self, prompt, response_text, truncated=truncated)
+
+  monkeypatch.setattr(ArithmeticTask, "reward", reward)
+  assert runs.run(runs.short_config(), tmp_path / "run") == 0
+  assert runs.results(tmp_path / "run")["searcher_restarts"] == 1
+  said = capsys.readouterr().err
+  assert "raised and is restarted (1 of 1 restarts)" in said and "grader bug" in said and "in reward" in said
+
+
+@pytest.mark.parametrize("mode", ["async", "lockstep"])
+def test_a_reward_that_always_raises_stops_the_run_with_a_checkpoint(tmp_path, monkeypatch, capsys, mode):
+  calls = []
+
+  def reward(self, prompt, response_text, *, truncated):
+    calls.append(1)
+    if len(calls) > 120:
+      raise ZeroDivisionError("grader bug")
+    return runs.easy_reward(self, prompt, response_text, truncated=truncated)
+
+  monkeypatch.setattr(ArithmeticTask, "reward", reward)
+  threads = threading.active_count()
+  assert runs.run(runs.short_config(train__steps=200, runtime__mode=mode), tmp_path / "run") == 1
+  said = capsys.readouterr().err
+  assert "ZeroDivisionError" in said and "grader bug" in said
+  assert any(path.name.isdigit() for path in (tmp_path / "run" / "checkpoints").iterdir())
+  deadline = time.monotonic() + 10
+  while threading.active_count() > threads and time.monotonic() < deadline:
+    time.sleep(0.05)
+  assert not [t.name for t in threading.enumerate() if t.name.startswith("searcher")]
+
+
+def test_a_nan_reward_removes_that_row_only(tmp_path, monkeypatch):
+  calls = []
+
+  def reward(self, prompt, response_text, *, truncated):
+    calls.append(1)
+    return float("nan") if len(calls) % 10 == 0 else runs.easy_reward(self, prompt, response_text, truncated=truncated)
+
+  monkeypatch.setattr(ArithmeticTask, "reward", reward)
+  assert runs.run(runs.short_config(runtime__mode="lockstep"), tmp_path / "run") == 0
+  found = runs.results(tmp_path / "run")
+  assert found["bad_rewards"] > 5
+  assert all(np.isfinite(line["loss"]) for line in runs.lines(tmp_path / "run") if "loss" in line)
+  last = [line for line in runs.lines(tmp_path / "run") if "loss" in line][-1]
+  assert last["buffer_added"] + last["bad_rewards"] == last["rollouts"]
+
+
+def test_nonfinite_updates_are_skipped_counted_and_stop_the_run(tmp_path, monkeypatch, capsys):
+  monkeypatch.setattr(train, "make_loss", lambda name: lambda log_pi, batch, *, beta: (log_pi.sum() * np.nan, {}))
+  assert runs.run(runs.short_config(runtime__mode="lockstep", train__max_nonfinite_in_row=2), tmp_path / "run") == 1
+  said = capsys.readouterr().err
+  assert "the last 2 updates had a loss or gradient that is not finite (train.max_nonfinite_in_row=2)" in said
+  dumped = np.load(tmp_path / "run" / "nonfinite_step_2.npz")
+  assert dumped["tokens"].shape[0] == 16 and dumped["valid"].any()
+
+
+def test_stop_while_decoding_joins_all_threads_within_ten_seconds(tmp_path, monkeypatch):
+  stop = StopFlag()
+  seen = []
+
+  def reward(self, prompt, response_text, *, truncated):
+    seen.append(1)
+    if len(seen) == 60:
+      stop.set("the test")
+      seen.append(time.monotonic())
+    return runs.easy_reward(self, prompt, response_text, truncated=truncated)
+
+  monkeypatch.setattr(ArithmeticTask, "reward", reward)
+  assert runs.run(runs.short_config(train__steps=5000), tmp_path / "run", stop) == 0
+  assert time.monotonic() - next(x for x in seen if x != 1) < 10
+  assert not [t.name for t in threading.enumerate() if t.name.startswith("searcher")]
