@@ -196,16 +196,16 @@ def _update(progress, step, **changes):
 
 def test_plain_lines_every_few_seconds_and_at_the_end():
   now, stream = [100.0], io.StringIO()
-  progress = metrics.Progress(20, start_step=10, stream=stream, interval_secs=5.0, clock=lambda: now[0])
-  for step in range(11, 21):
+  progress = metrics.Progress(21, start_step=10, stream=stream, interval_secs=5.0, clock=lambda: now[0])
+  for step in range(11, 22):
     now[0] += 2.0
     _update(progress, step, accuracy=math.nan if step == 11 else 0.5)
   progress.message("checkpoint saved")
   progress.close()
   lines = stream.getvalue().splitlines()
-  assert lines[0] == ("step 11/20  reward 0.412  accuracy -  loss 0.00125  staleness 1.5  "
-                      "tok/s trained 1234 sampled 98.8  ETA 0:18")
-  assert [line.split()[1] for line in lines[:-1]] == ["11/20", "14/20", "17/20", "20/20"]
+  assert lines[0] == ("step 11/21  reward 0.412  accuracy -  loss 0.00125  staleness 1.5  "
+                      "tok/s trained 1234 sampled 98.8  ETA 0:20")
+  assert [line.split()[1] for line in lines[:-1]] == ["11/21", "14/21", "17/21", "20/21", "21/21"]
   assert lines[-2].endswith("ETA 0:00") and lines[-1] == "checkpoint saved"
 
 
@@ -220,6 +220,20 @@ def test_one_live_line_in_a_terminal():
   assert "step 3/3" in text and "[not markup]" in text
   # The last state is left on one line of its own: nothing wrapped, nothing repeated below.
   assert text.count("\n") <= 3
+
+
+def test_stage_counts_its_rate_from_the_first_update_on():
+  now, stream = [0.0], io.StringIO()
+  stage = metrics.StageProgress("fine-tuning", 40, stream=stream, interval_secs=5.0, clock=lambda: now[0])
+  now[0] = 60.0  # compiling
+  for done in range(1, 41):
+    stage.update(done, f"loss {done}")
+    now[0] += 1.0 if done < 39 else 0.5
+  stage.close()
+  lines = stream.getvalue().splitlines()
+  assert lines[0] == "fine-tuning 1/40  loss 1  0/s  ETA ?"
+  assert lines[1] == "fine-tuning 6/40  loss 6  1/s  ETA 0:34"
+  assert [line.split()[1] for line in lines[-2:]] == ["36/40", "40/40"]  # the last one comes at once
 
 
 @pytest.mark.parametrize("secs, text", [(0, "0:00"), (59.6, "1:00"), (3599, "59:59"), (3723, "1:02:03"), (-1, "0:00")])
