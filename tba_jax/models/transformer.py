@@ -62,9 +62,8 @@ def abstract_params(cfg: ModelConfig, dtype: jax.typing.DTypeLike = jnp.float32)
 @functools.lru_cache(maxsize=64)
 def _graphdefs(cfg: ModelConfig) -> tuple[nnx.GraphDef, nnx.GraphDef]:
   """The modules of a block and of the final norm without their parameters, to be merged with a slice of the tree."""
-  with jax.ensure_compile_time_eval():
-    block = nnx.eval_shape(lambda: Block(cfg, nnx.Rngs(0)))
-    norm = nnx.eval_shape(lambda: Norm(cfg.hidden_size, kind=cfg.norm, eps=cfg.norm_eps))
+  block = nnx.eval_shape(lambda: Block(cfg, nnx.Rngs(0)))
+  norm = nnx.eval_shape(lambda: Norm(cfg.hidden_size, kind=cfg.norm, eps=cfg.norm_eps))
   return nnx.graphdef(block), nnx.graphdef(norm)
 
 
