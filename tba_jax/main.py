@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from absl import app, flags
+from absl import app, flags, logging
 from ml_collections import config_flags
 
 from tba_jax import config as config_lib
@@ -212,6 +212,7 @@ def main(argv: Sequence[str]) -> int:
       config_lib.check_workdir(workdir, config)
   except config_lib.ConfigError as error:
     problems += error.problems
+  logging.set_verbosity(logging.WARNING)  # jax reports every kind of device that it does not find
   set_up_jax(config.devices)
   import jax
 
