@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tba_jax.models import transformer
 from tba_jax.sampling.engine import Engine, SampledGroup, SampleRequest, sample_keys
 from tba_jax.types import Occurrence, Prompt, RolloutGroup
 from tba_jax.weights import Weights
@@ -99,8 +100,12 @@ class Searcher:
 
   @property
   def version(self) -> int:
-    """Version of the weights that the next tokens will be sampled with, as far as is known now."""
-    return self._given.version if self.engine.version is None else self.engine.version
+    """Of the weights that a group started now will begin with. (Groups under way may still be of older ones.)"""
+    return self._given.version
+
+  def reference_weights(self) -> Weights:
+    """The reference in the layout that the engine takes. It is version 0, as long as no reference was reset."""
+    return Weights(self._ref_version, jax.jit(transformer.unstack)(self._reference))
 
   def give(self, weights: Weights) -> None:
     """Hands over newer weights; the engine decides when they take effect."""

@@ -148,9 +148,9 @@ def _drive(the_run: Run, folder: pathlib.Path) -> int:
   the_run.weights.join()
   if the_run.step > 0 or the_run.totals.last_eval_step >= 0:
     the_run.save(wait=True)
-    if code == FAULT or the_run.stop.is_set():
-      reason = the_run.stop.reason or "a fault"
-      the_run.progress.message(f"stopped at step {the_run.step} by {reason}; the same command resumes from {folder}")
+  if code == FAULT or the_run.stop.is_set():
+    reason = "a fault" if code == FAULT else the_run.stop.reason
+    the_run.progress.message(f"stopped at step {the_run.step} by {reason}; the same command resumes from {folder}")
   return code
 
 

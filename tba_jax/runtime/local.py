@@ -160,6 +160,8 @@ def run_async(run: Run) -> None:
 
 def _train(run: Run, pool: SearcherPool) -> None:
   settings = run.settings
+  if run.step > 0 and run.totals.last_eval_step < 0:  # the run was stopped before its first evaluation was through
+    pool.evaluate(0, run.searchers[0].reference_weights())
   _evaluate_if_due(run, pool)
   prepared = _next_batch(run, pool, version=run.trainer.version) if run.step < settings.steps else None
   while prepared is not None:
