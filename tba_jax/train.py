@@ -202,13 +202,18 @@ def _build_model_and_task(
 
 
 def make_task(config: ConfigDict, tokenizer: Tokenizer | None) -> Task:
-  """The task that the config names. Raises ConfigError for data that is missing or malformed."""
+  """The task that the config names. Raises ConfigError for data that is missing or malformed, or prompts over the limit."""
+  limit = config.sample.max_prompt_tokens
   with _as_config_error("task"):
     if config.task == "arithmetic":
-      return ArithmeticTask(
+      task = ArithmeticTask(
           seed=config.seed, num_eval_prompts=config.eval.size, num_sft_examples=config.sft.num_examples, **config.task_args)
-    return Gsm8kTask(
-        tokenizer, max_prompt_tokens=config.sample.max_prompt_tokens, jsonl_folder=config.data.path, **config.task_args)
+    else:
+      task = Gsm8kTask(tokenizer, max_prompt_tokens=limit, jsonl_folder=config.data.path, **config.task_args)
+    longest = max(len(prompt.tokens) for prompt in (*task.train_prompts(), *task.eval_prompts()))
+    if longest > limit:
+      raise ValueError(f"sample.max_prompt_tokens={limit} is less than the longest prompt of {config.task}; raise it to {longest}")
+    return task
 
 
 def save_model_folder(folder: pathlib.Path, cfg: ModelConfig, tokenizer: Tokenizer) -> None:

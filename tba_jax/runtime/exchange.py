@@ -83,18 +83,14 @@ class Exchange:
     if self._stopped or not self._admits:
       return False
     running, unused = self.ledger.stats()["in_flight"], int(self.buffer.stats()["unused_groups"])
-    if self._max_lead_steps >= 0 and running + unused >= self._max_lead_steps * self._groups_per_step + self._fill_groups():
+    filled = self._num_arrived + running * self._responses_per_prompt >= self._fill_responses  # the lead must not stop the initial fill
+    if self._max_lead_steps >= 0 and filled and running + unused >= self._max_lead_steps * self._groups_per_step:
       return False
     if self._max_staleness < 0:
       return True
     return may_start_group(
         trainer_version=self._next_version, searcher_version=version, unused_groups=unused, running_groups=running,
         groups_per_step=self._groups_per_step, max_staleness=self._max_staleness)
-
-  def _fill_groups(self) -> int:
-    """Groups that the initial fill still lacks: the lead must not stop it."""
-    lacking = self._fill_responses - self._num_arrived
-    return max(0, -(-lacking // self._responses_per_prompt))
 
   def bring(self, occurrence: Occurrence, group: RolloutGroup | None) -> None:
     """Books an occurrence as finished and puts its group, if it has one, into the buffer; one atomic act."""
