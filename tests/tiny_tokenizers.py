@@ -9,7 +9,8 @@ import transformers
 
 from tba_jax.tokenizer import Tokenizer, make_tokenizer
 
-TEXTS = ("Janet has 16 eggs a day, she eats 3 and sells the rest.", "How much does she make every day?", "The answer is 18 dollars.")
+TEXTS = ("Janet has 16 eggs a day, she eats 3 and sells the rest.", "How much does she make every day?", "The answer is 18 dollars.",
+         "16 16 16 16")
 CHAT_TEMPLATE = (
   "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
   "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

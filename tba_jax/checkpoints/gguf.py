@@ -21,6 +21,10 @@ from tba_jax.checkpoints import gguf_tokenizer
 from tba_jax.checkpoints.stored import StoredTensor
 from tba_jax.tokenizer import Tokenizer
 
+# Readers of the metadata under "arch.": a key that must be there, and one with a default.
+_Take = Callable[[str], Any]
+_TakeOr = Callable[[str, Any], Any]
+
 _QUANT_TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 _ARCHITECTURES = ("llama", "qwen2", "gemma3")
 
@@ -37,6 +41,7 @@ _TENSOR_NAMES = {
   "attn_k.bias": "model.layers.{}.self_attn.k_proj.bias",
   "attn_v.bias": "model.layers.{}.self_attn.v_proj.bias",
   "attn_output.weight": "model.layers.{}.self_attn.o_proj.weight",
+  "attn_output.bias": "model.layers.{}.self_attn.o_proj.bias",
   "ffn_gate.weight": "model.layers.{}.mlp.gate_proj.weight",
   "ffn_up.weight": "model.layers.{}.mlp.up_proj.weight",
   "ffn_down.weight": "model.layers.{}.mlp.down_proj.weight",
@@ -192,7 +197,7 @@ def _config(
   scaling = _rope_scaling(take_or, rope_freqs, config, arch, path)
   if scaling is not None:
     config["rope_scaling"] = scaling
-  config |= _FAMILY[arch](config, take, take_or)
+  config |= _FAMILY[arch](config, raw, take, take_or)
   if left:
     raise ValueError(f"{path}: metadata keys {', '.join(f'{arch}.{key}' for key in sorted(left))} are not known here, and ignoring them "
                      f"could give a wrong model.")
@@ -200,7 +205,7 @@ def _config(
 
 
 def _rope_scaling(
-  take_or: Callable[[str, Any], Any], rope_freqs: np.ndarray | None, config: Mapping[str, Any], arch: str, path: pathlib.Path
+  take_or: _TakeOr, rope_freqs: np.ndarray | None, config: Mapping[str, Any], arch: str, path: pathlib.Path
 ) -> dict[str, Any] | None:
   kind, factor = take_or("rope.scaling.type", "none"), take_or("rope.scaling.factor", 1.0)
   if kind not in ("none", "linear"):
@@ -224,19 +229,22 @@ def _llama3_divisors(theta: float, head_dim: int, factor: float) -> np.ndarray:
   return 1 / ((1 - smooth) / factor + smooth)
 
 
-def _llama_fields(config: Mapping[str, Any], take: Callable[..., Any], take_or: Callable[..., Any]) -> dict[str, Any]:
-  return {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+def _llama_fields(config: Mapping[str, Any], raw: Mapping[str, Any], take: _Take, take_or: _TakeOr) -> dict[str, Any]:
+  biases = "blk.0.attn_q.bias" in raw
+  return {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "attention_bias": biases, "mlp_bias": False}
 
 
-def _qwen2_fields(config: Mapping[str, Any], take: Callable[..., Any], take_or: Callable[..., Any]) -> dict[str, Any]:
+def _qwen2_fields(config: Mapping[str, Any], raw: Mapping[str, Any], take: _Take, take_or: _TakeOr) -> dict[str, Any]:
   return {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_act": "silu", "use_sliding_window": False}
 
 
-def _gemma3_fields(config: Mapping[str, Any], take: Callable[..., Any], take_or: Callable[..., Any]) -> dict[str, Any]:
-  # Not in the file, for llama.cpp has them in its code: every sixth layer attends globally, local layers rotate with base 10000, and
-  # queries are scaled by the head width except in the 27B model (62 layers), where it is width / heads.
+def _gemma3_fields(config: Mapping[str, Any], raw: Mapping[str, Any], take: _Take, take_or: _TakeOr) -> dict[str, Any]:
+  # Mostly not in the file, for llama.cpp has it in its code: every sixth layer attends globally, local layers rotate with base 10000,
+  # and queries are scaled by the head width except in the 27B model (62 layers), where it is width / heads.
   num_layers = config["num_hidden_layers"]
   is_27b = num_layers == 62
+  pattern = take_or("attention.sliding_window_pattern", 6)
+  slides = pattern if isinstance(pattern, list) else [(i + 1) % pattern != 0 for i in range(num_layers)]
   return {
     "model_type": "gemma3_text",
     "architectures": ["Gemma3ForCausalLM"],
@@ -244,8 +252,8 @@ def _gemma3_fields(config: Mapping[str, Any], take: Callable[..., Any], take_or:
     "attention_bias": False,
     "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"],
     "sliding_window": take("attention.sliding_window"),
-    "layer_types": ["full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(num_layers)],
-    "rope_local_base_freq": 10000.0,
+    "layer_types": ["sliding_attention" if local else "full_attention" for local in slides],
+    "rope_local_base_freq": take_or("rope.freq_base_swa", 10000.0),
     "attn_logit_softcapping": None,
     "final_logit_softcapping": take_or("final_logit_softcapping", None),
   }

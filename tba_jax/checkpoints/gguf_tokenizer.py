@@ -46,6 +46,8 @@ def build_tokenizer(metadata: Mapping[str, Any], *, source: str) -> Tokenizer:
     runs = [bool(token) and not token.strip(" ") for token in tokens]
     tokens = ["▁" * len(token) if run else token for token, run in zip(tokens, runs, strict=True)]
     types = [_NORMAL if run else kind_of for kind_of, run in zip(types, runs, strict=True)]
+  if len(set(tokens)) != len(tokens):
+    raise ValueError(f"{source}: the {len(tokens)} tokens are not all different; the file is damaged.")
   if kind == "gpt2":
     backend = _byte_level(metadata, tokens, types, source)
   elif kind == "llama":
@@ -54,8 +56,6 @@ def build_tokenizer(metadata: Mapping[str, Any], *, source: str) -> Tokenizer:
     raise ValueError(f"{source}: tokenizer.ggml.model={kind!r} is not supported; supported are gpt2 and llama.")
   backend.add_special_tokens(_added(tokens, types, _CONTROL))
   backend.add_tokens(_added(tokens, types, _USER_DEFINED))
-  if backend.get_vocab_size(with_added_tokens=True) != len(tokens):
-    raise ValueError(f"{source}: the {len(tokens)} tokens are not all different; the file is damaged.")
 
   def token(name: str) -> str | None:
     key = f"tokenizer.ggml.{name}_token_id"
