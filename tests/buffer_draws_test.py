@@ -46,7 +46,7 @@ def test_recent_is_what_arrived_between_the_last_two_publishes_and_since():
 
 
 def test_share_of_recent_prompts_and_of_every_old_one_is_as_stated():
-  m, num_old, num_recent, num_draws = 0.6, 6, 3, 20_000
+  m, num_old, num_recent, num_draws = 0.6, 6, 3, 10_000
   buffer = recent_and_old(num_old=num_old, num_recent=num_recent, recent_fraction=m)
   prompts = [buffer.draw(num_prompts=1, responses_per_prompt=2, version=0).prompt_ids[0] for _ in range(num_draws)]
   counts = np.bincount(prompts, minlength=9)
@@ -60,7 +60,7 @@ def test_share_of_recent_prompts_and_of_every_old_one_is_as_stated():
 
 @pytest.mark.parametrize("priority", ["uniform", "reward"])
 def test_responses_of_a_prompt_come_by_priority(priority):
-  rewards, temperature, num_draws = np.array([0.0, 0.5, 1.0, 2.0]), 0.8, 20_000
+  rewards, temperature, num_draws = np.array([0.0, 0.5, 1.0, 2.0]), 0.8, 10_000
   buffer = make_buffer(recent_fraction=0.0, priority=priority, priority_temperature=temperature)
   rng = np.random.default_rng(3)
   for prompt_id in range(5):
@@ -78,7 +78,7 @@ def test_responses_of_a_prompt_come_by_priority(priority):
 
 @pytest.mark.parametrize("priority", ["uniform", "reward"])
 def test_one_prompt_tosses_the_coin_for_each_response(priority):
-  temperature, num_draws = 0.5, 20_000
+  temperature, num_draws = 0.5, 10_000
   buffer, rng = (
     make_buffer(
       single_prompt=True,
@@ -119,7 +119,7 @@ def test_residuals_choose_prompts_and_one_weight_per_group_undoes_it():
   buffer.update_priorities(draw.rows, -residuals)
   p = np.sqrt(np.array([0.1, 0.4, 1.0, 5.0]) + 1e-3)
   p /= p.sum()
-  num_draws = 20_000
+  num_draws = 10_000
   draws = [buffer.draw(num_prompts=1, responses_per_prompt=3, version=0) for _ in range(num_draws)]
   prompts = np.array([draw.prompt_ids[0] for draw in draws])
   assert scipy_stats.chisquare(np.bincount(prompts, minlength=4), p * num_draws).pvalue > 1e-3

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
-import threading
 
 import numpy as np
 import pytest
@@ -136,14 +136,15 @@ def test_holds_and_draws_what_a_model_in_lists_does(limits, collide, monkeypatch
   buffer, model = make_buffer(**limits), ListModel(**limits)
   version, num_draws = 0, 0
   for step in range(400):
+    num_samples = int(rng.integers(1, 6))
     group = make_group(
       rng,
       prompt_id=int(rng.integers(9)),
       occurrence=step,
-      num_samples=int(rng.integers(1, 6)),
+      num_samples=num_samples,
       vocab=3,
       width=3,
-      version=max(version - int(rng.integers(3)), 0),
+      versions=np.maximum(version - rng.integers(3, size=(num_samples, 3)), 0),
     )
     buffer.add(group, newest_version=version)
     model.add(group)
@@ -366,40 +367,29 @@ def test_buffered_groups_are_trained_next_after_a_resume():
 
 def test_threads_add_and_draw_at_once():
   buffer = make_buffer(capacity=120, max_uses=4, priority="residual", max_staleness=50)
-  failures, version, num_adding = [], [0], [3]
+  version = [0]
 
   def add(seed):
     rng = np.random.default_rng(seed)
-    try:
-      for step in range(400):
-        buffer.add(
-          make_group(rng, prompt_id=int(rng.integers(20)), occurrence=1000 * seed + step, version=version[0], vocab=4)
-        )
-    except Exception as error:
-      failures.append(error)
-    num_adding[0] -= 1
+    for step in range(400):
+      prompt_id, occurrence = int(rng.integers(20)), 1000 * seed + step
+      buffer.add(make_group(rng, prompt_id=prompt_id, occurrence=occurrence, version=version[0], vocab=4))
 
-  def draw():
+  def draw(adding):
     rng = np.random.default_rng(0)
-    try:
-      while num_adding[0]:
-        if buffer.can_draw(num_prompts=2, responses_per_prompt=3, version=version[0]):
-          draw = buffer.draw(num_prompts=2, responses_per_prompt=3, version=version[0])
-          assert (draw.prompts[:, 0] == draw.prompt_ids)[
-            draw.valid
-          ].all()  # a prompt's first token is its id: nothing is torn
-          buffer.update_priorities(draw.rows, rng.random(6))
-          version[0] += 1
-          buffer.mark_publish(version[0])
-    except Exception as error:
-      failures.append(error)
+    while not all(future.done() for future in adding):
+      if buffer.can_draw(num_prompts=2, responses_per_prompt=3, version=version[0]):
+        draw = buffer.draw(num_prompts=2, responses_per_prompt=3, version=version[0])
+        # A prompt's first token is its id: no row is torn.
+        assert (draw.prompts[:, 0] == draw.prompt_ids)[draw.valid].all()
+        buffer.update_priorities(draw.rows, rng.random(6))
+        version[0] += 1
+        buffer.mark_publish(version[0])
 
-  threads = [threading.Thread(target=draw), *(threading.Thread(target=add, args=(seed,)) for seed in (1, 2, 3))]
-  for thread in threads:
-    thread.start()
-  for thread in threads:
-    thread.join(30)
-  assert not failures and not any(thread.is_alive() for thread in threads)
+  with concurrent.futures.ThreadPoolExecutor(4) as pool:
+    adding = [pool.submit(add, seed) for seed in (1, 2, 3)]
+    for future in (*adding, pool.submit(draw, adding)):
+      future.result(60)
   assert buffer.stats()["groups_drawn"] > 50 and buffer.stats()["added"] == 4800
   assert_accounts(buffer)
 
@@ -411,3 +401,25 @@ def test_versions_that_never_get_old_do_not_pile_up():
   assert sum(len(handles) for handles in buffer._by_version._handles.values()) <= 2 * 10 + 4
   assert buffer.stats()["live_rows"] == 10
   assert not buffer.can_draw(num_prompts=1, responses_per_prompt=2, version=2) and buffer.stats()["evicted_age"] == 10
+
+
+def test_groups_that_wait_for_a_draw_are_counted_and_those_that_cannot_be_drawn_are_not():
+  buffer, rng = make_buffer(recent_fraction=0.0, capacity_per_prompt=4, max_staleness=1), np.random.default_rng(15)
+  equal = dict(tokens=np.ones((4, 6), np.int32), lengths=[6] * 4)
+  buffer.add(make_group(rng, prompt_id=0, **equal))  # four equal responses are one: nothing that could be drawn
+  assert buffer.stats()["unused_groups"] == 0
+  buffer.add(make_group(rng, prompt_id=1, version=1))
+  buffer.add(make_group(rng, prompt_id=2, version=1, num_samples=1))
+  buffer.add(make_group(rng, prompt_id=2, num_samples=1))
+  assert buffer.stats()["unused_groups"] == 2
+  assert buffer.can_draw(num_prompts=1, responses_per_prompt=4, version=2)  # prompt 2 keeps one row
+  assert buffer.stats()["unused_groups"] == 1
+  resumed = make_buffer(recent_fraction=0.0, capacity_per_prompt=4, max_staleness=1)
+  resumed.load_state_dict(buffer.state_dict())
+  for one in (buffer, resumed):
+    assert one.stats()["unused_groups"] == 1
+    one.draw(num_prompts=1, responses_per_prompt=4, version=2)
+    assert one.stats()["unused_groups"] == 0
+  buffer.add(make_group(rng, prompt_id=3, version=2))
+  buffer.add(make_group(rng, prompt_id=3, version=2, occurrence=1))  # takes the place of the group before
+  assert buffer.stats()["unused_groups"] == 1

@@ -152,9 +152,7 @@ class ReplayBuffer:
           self._chooser.age(unit)
 
   def set_reference(self, ref_version: int) -> None:
-    """The reference policy moved: rows scored by another one are dropped and counted, and groups scored by another one
-    refused.
-    """
+    """The reference policy moved: rows scored by another one are dropped, and groups scored by another one refused."""
     with self._lock:
       if ref_version != self._ref_version:
         self._ref_version = int(ref_version)
@@ -162,9 +160,7 @@ class ReplayBuffer:
         self._remove(self._store.live_by_arrival().tolist(), "evicted_reference")
 
   def can_draw(self, *, num_prompts: int, responses_per_prompt: int, version: int) -> bool:
-    """Whether `draw` with the same arguments would give a batch. Drops rows that are too old at `version`, as `draw`
-    would.
-    """
+    """Whether `draw` with the same arguments would give a batch. Like it, drops rows that are too old at `version`."""
     check_draw(num_prompts, responses_per_prompt, single_prompt=self._single and not self._fifo)
     with self._lock:
       self._drop_stale(version)
@@ -211,8 +207,7 @@ class ReplayBuffer:
       return draw
 
   def update_priorities(self, rows: np.ndarray, values: np.ndarray) -> None:
-    """Sets |TB residual| of drawn rows, by their handles `Draw.rows`; rows that have left since, and padding rows, are
-    passed over.
+    """Sets |TB residual| of rows by their handles `Draw.rows`; rows that have left and padding are passed over.
 
     A new row starts with the largest residual seen (at least 1), so that everything is looked at once.
 
@@ -232,9 +227,7 @@ class ReplayBuffer:
           self._refresh(slot)
 
   def stats(self) -> dict[str, float]:
-    """Counters since the start (rows unless named otherwise), and the state now; ages in versions against the newest
-    one known.
-    """
+    """Counters since the start (rows unless named otherwise), and the state now; age in versions of the newest known."""
     with self._lock:
       store = self._store
       mean_version = store.sum_versions / store.num_live if store.num_live else float(self._version)
@@ -249,9 +242,7 @@ class ReplayBuffer:
       }
 
   def state_dict(self) -> dict[str, dict[str, Any]]:
-    """Everything that later draws depend on: {"arrays": live rows only, numpy arrays; "scalars": JSON-able}. Aliases
-    nothing.
-    """
+    """All that later draws depend on: {"arrays": live rows only, numpy arrays; "scalars": JSON-able}; copies."""
     with self._lock:
       arrays, scalars = self._store.save()
       arrays |= self._chooser.save()
@@ -332,6 +323,8 @@ class ReplayBuffer:
     of_prompt.extend(rows.tolist())
     if len(of_prompt) >= MIN_ROWS:
       self._chooser.enter(slot, weight=self._prompt_weight(slot))
+    else:
+      self._store.set_aside(rows)  # admission must not wait for somebody to use what cannot be drawn
 
   def _remove(self, rows: list[int], reason: str) -> None:
     """Frees live rows and counts them; what draws choose from follows."""
@@ -361,7 +354,9 @@ class ReplayBuffer:
     rows = self._rows_of[slot]
     if len(rows) < MIN_ROWS:
       self._chooser.leave(slot)
-      if not rows:
+      if rows:
+        self._store.set_aside(np.array(rows))
+      else:
         del self._rows_of[slot]
       return
     if not self._is_recent(slot):

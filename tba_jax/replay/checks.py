@@ -162,6 +162,7 @@ def check_group_fits(
 
 
 def check_residuals(rows: np.ndarray, values: np.ndarray, *, priority: str) -> None:
+  """Raises ValueError unless a buffer that draws by `priority` can take one finite residual for each row of a draw."""
   if priority != "residual":
     raise ValueError(f"priority={priority!r} takes no residuals; set priority='residual' or do not update priorities.")
   if rows.shape != values.shape or rows.ndim != 1:
@@ -173,6 +174,7 @@ def check_residuals(rows: np.ndarray, values: np.ndarray, *, priority: str) -> N
 
 
 def check_draw(num_prompts: int, responses_per_prompt: int, *, single_prompt: bool) -> None:
+  """Raises ValueError for sizes of a batch that no buffer could ever give."""
   if num_prompts < 1 or responses_per_prompt < MIN_ROWS:
     raise ValueError(
       f"num_prompts={num_prompts} must be at least 1 and responses_per_prompt={responses_per_prompt} at least "

@@ -44,6 +44,7 @@ class ResponseIndex:
     self._heads[key] = row
 
   def remove(self, row: int) -> None:
+    """Takes a row out of the chain of its hash."""
     key = int(self._keys[row])
     following = int(self._chain[row])
     head = self._heads[key]
@@ -65,6 +66,7 @@ class VersionIndex:
     self._handles: dict[int, array.array] = {}
 
   def add(self, rows: np.ndarray, store: RowStore) -> None:
+    """Remembers live rows."""
     versions, handles = store.oldest_version[rows].tolist(), store.handles(rows).tolist()
     for version, handle in zip(versions, handles, strict=True):
       self._handles.setdefault(version, array.array("q")).append(handle)

@@ -72,7 +72,7 @@ class RowStore:
     self.next_arrival = 0
     self._free_rows, self._next_row = [], 0
     self._free_slots, self._next_slot = [], 0
-    self._unused: dict[int, int] = {}  # first arrival of each sampling group that no draw has touched -> its live rows
+    self._unused: dict[int, int] = {}  # first arrival of each sampling group that waits for a draw -> its live rows
 
   def append(self, group: RolloutGroup, samples: np.ndarray, *, residual: float) -> np.ndarray:
     """Writes the chosen samples of a group, in order, as the newest rows; there must be room. Returns the rows, int64
@@ -139,12 +139,16 @@ class RowStore:
   def use(self, rows: np.ndarray) -> None:
     """A draw took these live rows."""
     self.uses[rows] += 1
+    self.set_aside(rows)
+
+  def set_aside(self, rows: np.ndarray) -> None:
+    """The sampling groups of these live rows do not count as unused any more: used, or none that a draw could take."""
     for group in np.unique(self.first_arrival[rows]).tolist():
       self._unused.pop(group, None)
 
   @property
   def num_unused_groups(self) -> int:
-    """Sampling groups with live rows of which no draw has taken any."""
+    """Sampling groups with live rows that draws can take and that no draw has taken any of."""
     return len(self._unused)
 
   def group_of(self, row: int) -> list[int]:
