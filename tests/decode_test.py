@@ -1,4 +1,4 @@
-"""Drawing tokens: distribution, log-probabilities and noise against numpy, and the rule by which slots lie on a mesh."""
+"""Drawing tokens against numpy: distribution, log-probabilities, noise, filters; and how slots lie on a mesh."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ def test_draws_follow_the_softmax_at_the_rows_temperature():
   num = 20_000
   keys = sample_keys(3, occurrence=5, attempt=0, num_samples=num)
   tokens, _ = decode.sample_tokens(
-    jnp.tile(logits, (num, 1)), keys, jnp.zeros(num, jnp.int32), jnp.full(num, TEMPERATURE), log_mu_temperature=TEMPERATURE
+    jnp.tile(logits, (num, 1)),
+    keys,
+    jnp.zeros(num, jnp.int32),
+    jnp.full(num, TEMPERATURE),
+    log_mu_temperature=TEMPERATURE,
   )
   expected = np.exp(log_softmax(logits / TEMPERATURE)) * num
   found = np.bincount(np.asarray(tokens), minlength=6)
@@ -54,7 +58,11 @@ def test_log_mu_is_of_the_full_vocabulary_at_the_runs_temperature(temperature):
   logits[:, 37:] = -np.inf
   keys = sample_keys(0, occurrence=1, attempt=0, num_samples=50)
   tokens, log_mu = decode.sample_tokens(
-    jnp.asarray(logits), keys, jnp.arange(50, dtype=jnp.int32), jnp.full(50, temperature), log_mu_temperature=TEMPERATURE
+    jnp.asarray(logits),
+    keys,
+    jnp.arange(50, dtype=jnp.int32),
+    jnp.full(50, temperature),
+    log_mu_temperature=TEMPERATURE,
   )
   expected = log_softmax(logits / TEMPERATURE)[np.arange(50), tokens]
   np.testing.assert_allclose(log_mu, expected, atol=2e-6, rtol=1e-6)
@@ -82,10 +90,55 @@ def test_noise_of_a_row_is_that_of_its_key_and_index_alone():
     assert tokens[row] == jnp.argmax(logits[row] + jax.random.gumbel(key, (33,), jnp.float32))
 
 
+def kept_by_hand(p: np.ndarray, top_k: int, top_p: float, min_p: float) -> set[int]:
+  """Ids that survive top_k, then top_p of what is left, then min_p; float64, one row, no ties."""
+  order = [int(i) for i in np.argsort(-p) if p[i] > 0]
+  order = order[: top_k or None]
+  total, mass, kept = sum(p[i] for i in order), 0.0, []
+  for i in order:
+    if mass >= top_p and top_p < 1:
+      break
+    kept.append(i)
+    mass += p[i] / total
+  return {i for i in kept if p[i] >= min_p * p[kept[0]]}
+
+
+def test_filters_keep_what_is_kept_by_hand():
+  rng = np.random.default_rng(0)
+  num, num_ids = 300, 30
+  scaled = (3 * rng.normal(size=(num, num_ids))).astype(np.float32)
+  scaled[:, -2:] = -np.inf
+  top_k = rng.choice([0, 1, 3, 10, 100], num).astype(np.int32)
+  top_p = rng.choice([1e-6, 0.3, 0.8, 0.99, 1.0], num).astype(np.float32)
+  min_p = rng.choice([0.0, 0.01, 0.2, 1.0], num).astype(np.float32)
+  kept = np.isfinite(decode.filter_logits(scaled, decode.Filters(top_k, top_p, min_p)))
+  p = np.exp(log_softmax(scaled))
+  sizes = set()
+  for row in range(num):
+    expected = kept_by_hand(p[row], int(top_k[row]), float(top_p[row]), float(min_p[row]))
+    assert set(np.flatnonzero(kept[row])) == expected, (top_k[row], top_p[row], min_p[row])
+    sizes.add(len(expected))
+  assert len(sizes) > 10  # from one id to all that exist
+  assert 1 in sizes and num_ids - 2 in sizes
+
+
+def test_a_known_cut():
+  """Full log p of the first token is -0.440; of the two that are kept, -0.313."""
+  one = dict(keys=np.zeros((1, 2), np.uint32), indices=jnp.zeros(1, jnp.int32), temperatures=jnp.full(1, 1e-3))
+  logits = jnp.array([[2.0, 1.0, 0.0, -1.0]])
+  _, full = decode.sample_tokens(logits, **one, log_mu_temperature=1.0)
+  np.testing.assert_allclose(full, [-0.4402], atol=1e-4)
+  one["temperatures"] = jnp.ones(1)
+  filters = decode.Filters(jnp.full(1, 2), jnp.ones(1), jnp.zeros(1))
+  token, cut = decode.sample_tokens(logits, **one, log_mu_temperature=0.5, filters=filters)
+  np.testing.assert_allclose(cut, [[-0.3133, -1.3133][int(token[0])]], atol=1e-4)
+
+
 def test_kv_heads_are_split_over_tensor_where_it_divides_them_and_whole_elsewhere():
   cfg = tiny.tiny_config()  # 2 kv heads
   devices = np.array(jax.devices()[:8])
   split = decode.slot_shardings(Mesh(devices.reshape(2, 2, 2), ("data", "fsdp", "tensor")), cfg)
-  assert split.rows.spec == PartitionSpec(("data", "fsdp")) and split.cache.spec == PartitionSpec(("data", "fsdp"), "tensor")
+  assert split.rows.spec == PartitionSpec(("data", "fsdp")) and split.num_row_shards == 4
+  assert split.cache.spec == PartitionSpec(("data", "fsdp"), "tensor")
   whole = decode.slot_shardings(Mesh(devices.reshape(2, 4), ("data", "tensor")), cfg)
-  assert whole.cache.spec == PartitionSpec(("data",), None)
+  assert whole.cache.spec == PartitionSpec(("data",), None) and whole.num_row_shards == 2

@@ -1,4 +1,4 @@
-"""The engine against uncached teacher forcing, against itself in other shapes, and against every way it could mislabel a token."""
+"""The engine against uncached teacher forcing, against itself in other shapes, and against ways to mislabel a token."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NUM_PROMPTS = 200
 SHAPES = {
   "one slot, one token a chunk": dict(slots=1, chunk_tokens=1),
   "three slots, refilled all the time": dict(slots=3, chunk_tokens=7, prefill_batches=(1,)),
-  "everything at once, no refill": dict(slots=NUM_PROMPTS, chunk_tokens=16, prefill_batches=(NUM_PROMPTS,), cache_tokens=64),
+  "everything at once": dict(slots=NUM_PROMPTS, chunk_tokens=16, prefill_batches=(NUM_PROMPTS,), cache_tokens=64),
   "buckets": dict(slots=16, chunk_tokens=4, kv_buckets=(16, 40), prompt_buckets=(8, 24), prefill_batches=(1, 3)),
 }
 
@@ -70,7 +70,9 @@ def run(engine: Engine, requests: list[SampleRequest], params: transformer.Param
   return drain(engine)
 
 
-def scored_rows(requests: list[SampleRequest], groups: dict[int, SampledGroup]) -> tuple[np.ndarray, np.ndarray, list[tuple[int, int, int]]]:
+def scored_rows(
+  requests: list[SampleRequest], groups: dict[int, SampledGroup]
+) -> tuple[np.ndarray, np.ndarray, list[tuple[int, int, int]]]:
   """Whole sequences [N, WIDTH], segment ids, and (tag, sample, prompt length) of each row."""
   rows = [(request.tag, s, len(request.prompt)) for request in requests for s in range(len(request.keys))]
   tokens, segments = np.zeros((len(rows), WIDTH), np.int32), np.zeros((len(rows), WIDTH), np.int32)
@@ -86,7 +88,8 @@ def scored_rows(requests: list[SampleRequest], groups: dict[int, SampledGroup]) 
 @jax.jit
 def full_logits(params: transformer.Params, tokens: jax.Array, segments: jax.Array) -> jax.Array:
   positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-  return transformer.logits(params, CFG, transformer.hidden_states(params, CFG, tokens, positions, segments, dtype=jnp.float32))
+  hidden = transformer.hidden_states(params, CFG, tokens, positions, segments, dtype=jnp.float32)
+  return transformer.logits(params, CFG, hidden)
 
 
 teacher_forced = jax.jit(
@@ -129,7 +132,7 @@ def test_tokens_are_the_best_perturbed_scores_of_an_uncached_forward(stacked, sa
     num_ties += (chosen < scores.max(-1)).sum()
     num_tokens += length
   assert num_tokens > 1500 and num_ties <= num_tokens / 2000
-  assert sum(group.truncated.sum() for group in sampled.values()) not in (0, NUM_PROMPTS)  # both ways of ending were seen
+  assert 0 < sum(group.truncated.sum() for group in sampled.values()) < NUM_PROMPTS  # both ways of ending were seen
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -137,7 +140,7 @@ def test_samples_and_log_mu_do_not_depend_on_slots_chunks_buckets_or_refills(sta
   requests = [make_request(tag) for tag in range(NUM_PROMPTS)]
   order = np.random.default_rng(1).permutation(NUM_PROMPTS)
   groups = run(make_engine(**SHAPES[shape]), [requests[i] for i in order], weights[0])
-  assert same_samples(sampled, groups) <= 1  # a row in 200 is less than a token in 2,000; the test above says what may differ
+  assert same_samples(sampled, groups) <= 1  # less than a token in 2,000; the test above says which may differ
   tokens, segments, rows = scored_rows(requests, groups)
   positions = np.broadcast_to(np.arange(WIDTH), tokens.shape)
   log_p, _ = teacher_forced(stacked[0], tokens, positions, segments)
@@ -161,7 +164,8 @@ def test_greedy_takes_the_argmax_and_reports_log_mu_at_the_runs_temperature(stac
 
 def test_ids_beyond_the_vocabulary_are_never_sampled(stacked):
   table = stacked[0]["embed"]["table"]
-  params = {**stacked[0], "embed": {"table": table.at[CFG.vocab_size :].set(100 * table[: CFG.num_embeddings - CFG.vocab_size])}}
+  loud = table.at[CFG.vocab_size :].set(100 * table[: CFG.num_embeddings - CFG.vocab_size])
+  params = {**stacked[0], "embed": {"table": loud}}
   requests = [make_request(tag, samples=8, temperature=temperature) for tag, temperature in enumerate((0.0, 1.0, 50.0))]
   groups = run(make_engine(), requests, transformer.unstack(params))
   assert max(group.tokens.max() for group in groups.values()) < CFG.vocab_size
@@ -211,7 +215,8 @@ def test_the_last_cache_entry_is_usable_and_one_more_is_refused(weights):
   tight = make_engine(stop_ids=(), cache_tokens=MAX_PROMPT + MAX_NEW - 1)
   cache_bytes = 4 * 2 * 2 * 2 * 39 * 8 * 4  # slots, k and v, layers, kv heads, entries, head width, bytes of float32
   assert tight.cache_bytes == cache_bytes
-  with pytest.raises(ValueError, match=rf"24 prompt \+ 16 new = 40 cache entries but a slot has 39 \({cache_bytes} bytes a device for 4 slots\)"):
+  message = rf"24 prompt \+ 16 new = 40 cache entries but a slot has 39 \({cache_bytes} bytes a device for 4 slots\)"
+  with pytest.raises(ValueError, match=message):
     tight.submit(requests[0])
 
 
@@ -259,14 +264,14 @@ def test_weights_in_flight_take_effect_at_the_next_chunk_and_label_their_tokens(
 def test_without_in_flight_every_group_is_of_one_version(weights):
   engine = make_engine(in_flight=False)
   engine.set_weights(weights[0], 3)
-  requests = [make_request(tag, samples=6) for tag in range(3)]  # more samples than slots: a group begins in two refills
+  requests = [make_request(tag, samples=6) for tag in range(3)]  # more than slots: a group begins in two refills
   for request in requests:
     engine.submit(request)
   engine.step()
   engine.set_weights(weights[1], 4)
   groups = drain(engine)
-  assert [set(np.concatenate([group.versions[s, : group.lengths[s]] for s in range(6)])) for _, group in sorted(groups.items())] == [
-    {3}, {4}, {4}]
+  found = {tag: {int(v) for row, n in zip(group.versions, group.lengths) for v in row[:n]} for tag, group in groups.items()}
+  assert found == {0: {3}, 1: {4}, 2: {4}}
   assert same_samples({0: groups[0]}, run(make_engine(), requests[:1], weights[0])) == 0
   assert same_samples({tag: groups[tag] for tag in (1, 2)}, run(make_engine(), requests[1:], weights[1])) == 0
 
@@ -290,11 +295,35 @@ def test_no_prefix_survives_new_weights(weights):
     np.testing.assert_array_equal(mixed.tokens[sample, :length], expected[0].tokens[sample, :length])
 
 
+def test_filters_cut_and_log_mu_is_of_what_was_sampled_from(stacked, weights):
+  """The cut itself is tested in decode_test.py; here that each row has its own filter, and what log_mu then means."""
+  filters = {0: dict(), 1: dict(top_k=1), 2: dict(top_k=3), 3: dict(temperature=1.2, top_k=3)}
+  requests = [make_request(tag, samples=6, **changes) for tag, changes in filters.items()]
+  groups = run(make_engine(slots=8, filtering=True), requests, weights[0])
+  assert same_samples({0: groups[0]}, run(make_engine(), requests[:1], weights[0])) == 0
+  assert [groups[tag].filtered for tag in filters] == [False, True, True, True]
+  tokens, segments, rows = scored_rows(requests, groups)
+  logits = np.asarray(full_logits(stacked[0], tokens, segments), np.float64)
+  for row, (tag, sample, prompt_tokens) in enumerate(rows):
+    if tag == 0:
+      continue
+    length = groups[tag].lengths[sample]
+    scaled = logits[row, prompt_tokens - 1 : prompt_tokens - 1 + length] / requests[tag].temperature
+    best = np.sort(scaled, axis=-1)[:, -requests[tag].top_k :]
+    chosen = scaled[np.arange(length), groups[tag].tokens[sample, :length]]
+    assert (chosen > best[:, 0] - 1e-4).all()
+    np.testing.assert_allclose(groups[tag].log_mu[sample, :length], chosen - np.log(np.exp(best).sum(-1)), atol=1e-4)
+
+
 def test_a_prompt_is_prefilled_once_for_all_its_samples(weights, monkeypatch):
   calls = []
   prefill = decode.prefill
-  monkeypatch.setattr(decode, "prefill", lambda params, tokens, lengths, **options: calls.append(tokens.shape) or prefill(
-    params, tokens, lengths, **options))
+
+  def counted(params: Any, tokens: np.ndarray, lengths: np.ndarray, **options: Any) -> Any:
+    calls.append(tokens.shape)
+    return prefill(params, tokens, lengths, **options)
+
+  monkeypatch.setattr(decode, "prefill", counted)
   run(make_engine(), [make_request(0, samples=10)], weights[0])
   assert calls == [(2, 24)]
   calls.clear()
@@ -425,7 +454,8 @@ def test_weights_that_are_not_finite_are_reported_and_leave_nothing_behind(weigh
   with pytest.raises(FloatingPointError, match="version 9 give log-probabilities that are not finite for 0"):
     engine.step()
   assert engine.cancel() == [0]
-  assert same_samples(run(engine, [make_request(0)], weights[0]), run(make_engine(), [make_request(0)], weights[0])) == 0
+  requests = [make_request(0)]
+  assert same_samples(run(engine, requests, weights[0]), run(make_engine(), requests, weights[0])) == 0
 
 
 def test_weights_of_another_layout_are_refused(weights):
@@ -441,7 +471,7 @@ def test_weights_of_another_layout_are_refused(weights):
   (dict(slots=0), "slots=0 must be at least 1"),
   (dict(chunk_tokens=0), "chunk_tokens=0 must be at least 1"),
   (dict(log_mu_temperature=0.0), "log_mu_temperature=0.0 must be above 0"),
-  (dict(stop_ids=(1, 63)), r"stop_ids=\(1, 63\): 63 is not a token id; the vocabulary has 63"),
+  (dict(stop_ids=(1, 63)), r"stop_ids=\(1, 63\) must be token ids; the vocabulary has 63"),
   (dict(cache_tokens=MAX_PROMPT), "cache_tokens=24 must exceed max_prompt_tokens=24"),
   (dict(prompt_buckets=(8, 16)), r"prompt_buckets=\(8, 16\) must be positive and end at max_prompt_tokens=24"),
   (dict(kv_buckets=(0, 40)), r"kv_buckets=\(0, 40\) must be positive and end at cache_tokens=40"),
@@ -460,10 +490,15 @@ def test_slots_must_divide_over_the_mesh():
 @pytest.mark.parametrize("changes,message", [
   (dict(prompt=np.zeros(0, np.int32)), "the prompt of 0 has 0 tokens; it must have 1 to max_prompt_tokens=24"),
   (dict(prompt_tokens=25), "the prompt of 0 has 25 tokens"),
-  (dict(max_new_tokens=17), "max_new_tokens=17 of 0 must be 1 to the engine's max_new_tokens=16"),
+  (dict(max_new_tokens=17), "max_new_tokens=17 of 0 must be 1 to the engine's 16"),
   (dict(prompt=np.array([3, 63])), "the prompt of 0 holds ids 3 to 63; the vocabulary has 63"),
   (dict(temperature=-1.0), r"temperature=-1.0 of 0 must be 0 \(greedy\) or above and finite"),
   (dict(temperature=float("nan")), "temperature=nan"),
+  (dict(top_p=0.0), r"top_k=0, top_p=0.0, min_p=0.0 of 0: top_k must be 0 \(all\) or more, top_p in \(0, 1\]"),
+  (dict(top_k=-1), "top_k=-1"),
+  (dict(min_p=1.5), "min_p=1.5"),
+  (dict(top_k=3, temperature=0.0), r"0 is greedy \(temperature=0\), where top_k, top_p and min_p change nothing"),
+  (dict(top_k=3), "0 has top_k, top_p or min_p; build the engine with filtering=True"),
   (dict(keys=np.zeros((3, 2), np.int32)), r"keys of 0 are int32\[3, 2\]; they must be uint32 \[samples, 2\]"),
   (dict(keys=np.zeros((0, 2), np.uint32)), r"keys of 0 are uint32\[0, 2\]"),
 ])

@@ -1,7 +1,8 @@
 """The small decoder and tokenizer that tests share.
 
-The decoder is a Llama with grouped-query attention, tied embeddings and a padded table, of which the last rows are no tokens. Its
-embeddings are scaled up so that next-token distributions are far from uniform. The tokenizer has a token per character.
+The decoder is a Llama with grouped-query attention, tied embeddings and a padded table, of which the last rows are no
+tokens. Its embeddings are scaled up so that next-token distributions are far from uniform. The tokenizer has a token
+per character.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ NUM_EMBEDDINGS = 72
 def tiny_config(**changes: Any) -> ModelConfig:
   """2 layers of width 32, 4 query heads on 2 kv heads; `changes` are fields of a Llama's config.json."""
   config = dict(
-    model_type="llama", vocab_size=NUM_EMBEDDINGS, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    intermediate_size=48, max_position_embeddings=512, rms_norm_eps=1e-5, rope_theta=10000.0, tie_word_embeddings=True,
+    model_type="llama", vocab_size=NUM_EMBEDDINGS, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, intermediate_size=48, max_position_embeddings=512, rms_norm_eps=1e-5, rope_theta=10000.0,
+    tie_word_embeddings=True,
   )
   return dataclasses.replace(from_huggingface({**config, **changes}), vocab_size=VOCAB_SIZE)
 

@@ -1,15 +1,17 @@
-"""The device side of sampling: pure functions that prefill prompts, place samples in slots and decode a chunk of tokens.
+"""The device side of sampling: pure functions that prefill prompts, fill slots and decode a chunk of tokens.
 
-A slot is a row of a fixed batch. What is sampled in a slot depends on the weights, the prompt and the sample's key alone: rows never
-mix, and the noise of token i of a sample is a function of (key, i). The engine (engine.py) owns the host side: queues, which slot
-holds what, and when to call what is here. Nothing here keeps state or moves data to the host.
+A slot is a row of a fixed batch. What is sampled in a slot depends on the weights, the prompt and the sample's key
+alone: rows never mix, and the noise of token i of a sample is a function of (key, i). The engine (engine.py) owns the
+host side: queues, which slot holds what, and when to call what is here. Nothing here keeps state or moves data to the
+host.
 
-The model's cache is a tuple over layers of {"k", "v"}: [batch, kv heads, length, head width].
+The model's cache is a tree of arrays [batch, kv heads, length, head width].
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +26,14 @@ KEY_IMPL = "threefry2x32"  # rbg's draws depend on the slot under vmap; threefry
 _BATCH_AXES = ("data", "fsdp")
 
 
+class Filters(NamedTuple):
+  """Each row's cut of its distribution; see `requests.SampleRequest`. (0, 1, 0) cuts nothing."""
+
+  top_k: Any  # int32 [B]
+  top_p: Any  # float32 [B]
+  min_p: Any  # float32 [B]
+
+
 class DecodeState(NamedTuple):
   """Everything that decoding reads and writes for B slots. Donated to `insert` and `decode_chunk`."""
 
@@ -36,15 +46,19 @@ class DecodeState(NamedTuple):
   live: jax.Array  # bool [B]
   keys: jax.Array  # uint32 [B, 2]
   temperatures: jax.Array  # float32 [B], 0 = greedy
+  filters: Filters
 
 
 class ChunkOutput(NamedTuple):
-  """What the host learns from a chunk of n tokens. Row 0 of `tokens` and `log_mu` is what was pending when the chunk began."""
+  """What the host learns from a chunk of n tokens. Row 0 is each slot's last token from before the chunk."""
 
   tokens: jax.Array  # int32 [n + 1, B]
   log_mu: jax.Array  # float32 [n + 1, B]
   counts: jax.Array  # int32 [B], after the chunk
   live: jax.Array  # bool [B], after the chunk
+
+
+_Carry = tuple[jax.Array, DecodeState, jax.Array, jax.Array]  # of a chunk's loop: step, state, tokens, log_mu
 
 
 class Admission(NamedTuple):
@@ -56,22 +70,27 @@ class Admission(NamedTuple):
   limits: np.ndarray  # int32 [B]
   keys: np.ndarray  # uint32 [B, 2]
   temperatures: np.ndarray  # float32 [B]
+  filters: Filters  # of numpy arrays
 
 
 class SlotShardings(NamedTuple):
-  """How the slots lie on a mesh: rows over the batch axes, kv heads over `tensor`. Hashable, a static argument of the programs."""
+  """How the slots lie on a mesh. Hashable: a static argument of the programs."""
 
   rows: NamedSharding
   cache: NamedSharding
 
+  @property
+  def num_row_shards(self) -> int:
+    return math.prod(self.rows.mesh.shape.get(axis, 1) for axis in _BATCH_AXES)
+
 
 def slot_shardings(mesh: Mesh, cfg: ModelConfig) -> SlotShardings:
-  """Rows over the mesh axes `data` and `fsdp`; kv heads over `tensor` if it divides them, else every tensor device holds all of them."""
+  """Rows over the mesh axes `data` and `fsdp`, kv heads over `tensor`, or whole where it does not divide them."""
   batch_axes = tuple(axis for axis in _BATCH_AXES if axis in mesh.axis_names)
   num_tensor = mesh.shape.get("tensor", 1)
   heads = "tensor" if num_tensor > 1 and cfg.num_kv_heads % num_tensor == 0 else None
   return SlotShardings(
-      rows=NamedSharding(mesh, PartitionSpec(batch_axes)), cache=NamedSharding(mesh, PartitionSpec(batch_axes, heads))
+    rows=NamedSharding(mesh, PartitionSpec(batch_axes)), cache=NamedSharding(mesh, PartitionSpec(batch_axes, heads))
   )
 
 
@@ -79,40 +98,65 @@ def init_state(cfg: ModelConfig, *, slots: int, cache_tokens: int, dtype: Any) -
   """State of `slots` dead rows."""
   rows = functools.partial(jnp.zeros, (slots,))
   return DecodeState(
-      cache=transformer.init_cache(cfg, batch=slots, length=cache_tokens, dtype=dtype),
-      tokens=rows(jnp.int32),
-      log_mu=rows(jnp.float32),
-      positions=rows(jnp.int32),
-      counts=rows(jnp.int32),
-      limits=rows(jnp.int32),
-      live=rows(bool),
-      keys=jnp.zeros((slots, 2), jnp.uint32),
-      temperatures=rows(jnp.float32),
+    cache=transformer.init_cache(cfg, batch=slots, length=cache_tokens, dtype=dtype),
+    tokens=rows(jnp.int32),
+    log_mu=rows(jnp.float32),
+    positions=rows(jnp.int32),
+    counts=rows(jnp.int32),
+    limits=rows(jnp.int32),
+    live=rows(bool),
+    keys=jnp.zeros((slots, 2), jnp.uint32),
+    temperatures=rows(jnp.float32),
+    filters=Filters(rows(jnp.int32), jnp.ones(slots), rows(jnp.float32)),
   )
 
 
 def constrain(state: DecodeState, shardings: SlotShardings | None) -> DecodeState:
-  """Pins the state to its place, so that what a program returns can be donated to the next one. On one device there is nothing to do."""
+  """Pins the state to its place on a mesh, so that what a program returns can be donated to the next one."""
   if shardings is None:
     return state
-  rows = jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, shardings.rows), state._replace(cache=None))
-  return rows._replace(cache=jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, shardings.cache), state.cache))
+  rows = jax.lax.with_sharding_constraint(state._replace(cache=None), shardings.rows)
+  return rows._replace(cache=jax.lax.with_sharding_constraint(state.cache, shardings.cache))
+
+
+def filter_logits(scaled: jax.Array, filters: Filters) -> jax.Array:
+  """-inf where a row's filters cut. scaled: float32 [B, V], logits / temperature, -inf at ids that do not exist."""
+  top_k, top_p, min_p = (values[:, None] for values in filters)
+  ordered = -jnp.sort(-scaled, axis=-1)
+  last = scaled.shape[-1] - 1
+  least = jnp.take_along_axis(ordered, jnp.where(top_k > 0, jnp.minimum(top_k - 1, last), last), axis=-1)
+  probabilities = jax.nn.softmax(jnp.where(ordered >= least, ordered, -jnp.inf), axis=-1)
+  before = jnp.cumsum(probabilities, axis=-1) - probabilities
+  num_kept = jnp.sum(before < top_p, axis=-1, keepdims=True)
+  nucleus = jnp.take_along_axis(ordered, jnp.maximum(num_kept - 1, 0), axis=-1)
+  # Rounding must not cut a row that asked for everything.
+  least = jnp.where(top_p < 1, jnp.maximum(least, nucleus), least)
+  least = jnp.maximum(least, ordered[:, :1] + jnp.log(min_p))
+  return jnp.where(scaled >= least, scaled, -jnp.inf)
 
 
 def sample_tokens(
-    logits: jax.Array, keys: jax.Array, indices: jax.Array, temperatures: jax.Array, *, log_mu_temperature: float
+  logits: jax.Array,
+  keys: jax.Array,
+  indices: jax.Array,
+  temperatures: jax.Array,
+  *,
+  log_mu_temperature: float,
+  filters: Filters | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """One token a row: argmax of logits / temperature + Gumbel noise, which is a draw from softmax(logits / temperature).
 
   Args:
     logits: float32 [B, V]; ids that must not be sampled are -inf.
     keys: uint32 [B, 2], threefry key of each row's sample.
-    indices: int32 [B], index of the token within its response. The noise is a function of (key, index) and of nothing else.
+    indices: int32 [B], index of the token within its response. The noise is a function of (key, index) alone.
     temperatures: float32 [B]; 0 takes the argmax of the logits, without noise.
     log_mu_temperature: the run's temperature.
+    filters: None compiles no filtering, which costs a sort of the vocabulary wherever any row is filtered.
   Returns:
-    tokens int32 [B]; float32 [B], their log-probabilities under the full vocabulary at `log_mu_temperature`: what was sampled from
-    where the row's temperature is the run's.
+    tokens int32 [B]; float32 [B], their log-probabilities under the full vocabulary at `log_mu_temperature`: what was
+    sampled from where the row's temperature is the run's. Of a filtered row: under the filtered distribution at the
+    row's temperature.
   """
   greedy = temperatures <= 0
 
@@ -120,9 +164,18 @@ def sample_tokens(
     key = jax.random.fold_in(jax.random.wrap_key_data(key, impl=KEY_IMPL), index)
     return jax.random.gumbel(key, (logits.shape[-1],), jnp.float32)
 
-  scores = logits / jnp.where(greedy, 1.0, temperatures)[:, None] + jax.vmap(noise)(keys, indices)
-  tokens = jnp.argmax(jnp.where(greedy[:, None], logits, scores), axis=-1).astype(jnp.int32)
+  scaled = logits / jnp.where(greedy, 1.0, temperatures)[:, None]
   log_p = logits / log_mu_temperature
+  if filters is not None:
+    cut = ((filters.top_k > 0) | (filters.top_p < 1) | (filters.min_p > 0))[:, None]
+
+    def apply(scaled: jax.Array, log_p: jax.Array) -> tuple[jax.Array, jax.Array]:
+      kept = filter_logits(scaled, filters)
+      return jnp.where(cut, kept, scaled), jnp.where(cut, kept, log_p)
+
+    scaled, log_p = jax.lax.cond(jnp.any(cut), apply, lambda *arrays: arrays, scaled, log_p)
+  scores = scaled + jax.vmap(noise)(keys, indices)
+  tokens = jnp.argmax(jnp.where(greedy[:, None], logits, scores), axis=-1).astype(jnp.int32)
   chosen = jnp.take_along_axis(log_p, tokens[:, None], axis=-1)[:, 0]
   return tokens, chosen - jax.nn.logsumexp(log_p, axis=-1)
 
@@ -134,37 +187,48 @@ def _ends(tokens: jax.Array, counts: jax.Array, limits: jax.Array, stop_ids: tup
 
 @functools.partial(jax.jit, static_argnames=("cfg", "dtype", "shardings"))
 def prefill(
-    params: Any, tokens: jax.Array, lengths: jax.Array, *, cfg: ModelConfig, dtype: Any, shardings: SlotShardings | None
+  params: Any, tokens: jax.Array, lengths: jax.Array, *, cfg: ModelConfig, dtype: Any, shardings: SlotShardings | None
 ) -> tuple[jax.Array, Any]:
   """Runs N right-padded prompts. tokens int32 [N, P], lengths int32 [N] >= 1.
 
-  Returns: logits float32 [N, V] after each prompt's last token; a cache of length P, of which row i is meaningful below lengths[i].
+  Returns: logits float32 [N, V] after each prompt's last token; a cache of length P, of which row i is meaningful below
+    lengths[i].
   """
   num_prompts, length = tokens.shape
+  if shardings is not None and num_prompts % shardings.num_row_shards == 0:
+    tokens, lengths = jax.lax.with_sharding_constraint((tokens, lengths), shardings.rows)
   cache = transformer.init_cache(cfg, batch=num_prompts, length=length, dtype=dtype)
   logits, cache = transformer.prefill(params, cfg, tokens, lengths, cache, dtype=dtype)
   if shardings is not None:  # every batch shard may need any prompt, so the prompts' rows are whole everywhere
     by_heads = NamedSharding(shardings.cache.mesh, PartitionSpec(None, *shardings.cache.spec[1:]))
-    cache = jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, by_heads), cache)
+    cache = jax.lax.with_sharding_constraint(cache, by_heads)
     logits = jax.lax.with_sharding_constraint(logits, NamedSharding(shardings.rows.mesh, PartitionSpec()))
   return logits, cache
 
 
-@functools.partial(jax.jit, static_argnames=("stop_ids", "log_mu_temperature", "shardings"), donate_argnames=("state",))
+@functools.partial(
+  jax.jit,
+  static_argnames=("stop_ids", "log_mu_temperature", "filtering", "shardings"),
+  donate_argnames=("state",),
+)
 def insert(
-    state: DecodeState,
-    logits: jax.Array,
-    prefix: Any,
-    admission: Admission,
-    *,
-    stop_ids: tuple[int, ...],
-    log_mu_temperature: float,
-    shardings: SlotShardings | None,
+  state: DecodeState,
+  logits: jax.Array,
+  prefix: Any,
+  admission: Admission,
+  *,
+  stop_ids: tuple[int, ...],
+  log_mu_temperature: float,
+  filtering: bool,
+  shardings: SlotShardings | None,
 ) -> DecodeState:
-  """Copies prefilled prompts (`logits` and `prefix` of `prefill`) into the admitted slots and samples their first tokens."""
+  """Copies prompts that `prefill` read into the admitted slots and samples their first tokens.
+
+  `filtering` says whether rows may have filters; without it they are not looked at.
+  """
   slots = state.tokens.shape[0]
   sources = admission.sources
-  # A slot that is not admitted writes beyond the end, where it is dropped; each writes elsewhere, so that indices are unique.
+  # A slot that is not admitted writes beyond the end, where it is dropped; each elsewhere, for indices are unique.
   rows = jnp.arange(slots)
   destinations = jnp.where(admission.admitted, rows, rows + slots)
 
@@ -172,23 +236,25 @@ def insert(
     return old.at[destinations, :, : new.shape[2]].set(new[sources], mode="drop", unique_indices=True)
 
   tokens, log_mu = sample_tokens(
-      logits[sources],
-      admission.keys,
-      jnp.zeros_like(sources),
-      admission.temperatures,
-      log_mu_temperature=log_mu_temperature,
+    logits[sources],
+    admission.keys,
+    jnp.zeros_like(sources),
+    admission.temperatures,
+    log_mu_temperature=log_mu_temperature,
+    filters=admission.filters if filtering else None,
   )
   counts = jnp.ones_like(sources)
   fresh = DecodeState(
-      cache=None,
-      tokens=tokens,
-      log_mu=log_mu,
-      positions=admission.lengths,
-      counts=counts,
-      limits=admission.limits,
-      live=~_ends(tokens, counts, admission.limits, stop_ids),
-      keys=admission.keys,
-      temperatures=admission.temperatures,
+    cache=None,
+    tokens=tokens,
+    log_mu=log_mu,
+    positions=admission.lengths,
+    counts=counts,
+    limits=admission.limits,
+    live=~_ends(tokens, counts, admission.limits, stop_ids),
+    keys=admission.keys,
+    temperatures=admission.temperatures,
+    filters=admission.filters,
   )
 
   def choose(new: jax.Array, old: jax.Array) -> jax.Array:
@@ -199,26 +265,30 @@ def insert(
 
 
 @functools.partial(
-    jax.jit,
-    static_argnames=("cfg", "num_tokens", "kv_length", "stop_ids", "log_mu_temperature", "dtype", "shardings"),
-    donate_argnames=("state",),
+  jax.jit,
+  static_argnames=(
+    "cfg", "num_tokens", "kv_length", "stop_ids", "log_mu_temperature", "filtering", "dtype", "shardings",
+  ),
+  donate_argnames=("state",),
 )
 def decode_chunk(
-    params: Any,
-    state: DecodeState,
-    *,
-    cfg: ModelConfig,
-    num_tokens: int,
-    kv_length: int,
-    stop_ids: tuple[int, ...],
-    log_mu_temperature: float,
-    dtype: Any,
-    shardings: SlotShardings | None,
+  params: Any,
+  state: DecodeState,
+  *,
+  cfg: ModelConfig,
+  num_tokens: int,
+  kv_length: int,
+  stop_ids: tuple[int, ...],
+  log_mu_temperature: float,
+  filtering: bool,
+  dtype: Any,
+  shardings: SlotShardings | None,
 ) -> tuple[DecodeState, ChunkOutput]:
   """Decodes up to `num_tokens` tokens in every live row, in one loop on the device that ends early when no row lives.
 
-  Only the first `kv_length` cache entries are read; the caller vouches that no live row needs more. They are cut out once per chunk
-  and put back at its end: cutting inside each step makes XLA:CPU copy them there, which costs more than it saves.
+  Only the first `kv_length` cache entries are read; the caller vouches that no live row needs more. They are cut out
+  once per chunk and put back at its end: cutting inside each step makes XLA:CPU copy them there, which costs more than
+  it saves.
   """
   full_cache = state.cache
   cache_tokens = jax.tree.leaves(full_cache)[0].shape[2]
@@ -228,32 +298,37 @@ def decode_chunk(
   tokens = jnp.zeros((num_tokens + 1, slots), jnp.int32).at[0].set(state.tokens)
   log_mu = jnp.zeros((num_tokens + 1, slots), jnp.float32).at[0].set(state.log_mu)
 
-  def step(carry: tuple[jax.Array, DecodeState, jax.Array, jax.Array]) -> tuple[jax.Array, DecodeState, jax.Array, jax.Array]:
+  def step(carry: _Carry) -> _Carry:
     index, state, tokens, log_mu = carry
     live = state.live
     # A dead row computes along, at entry 0 of its own slot, where the next prompt will be written over it.
     positions = jnp.where(live, state.positions, 0)
     logits, cache = transformer.decode_step(params, cfg, state.tokens, positions, state.cache, dtype=dtype)
     sampled, sampled_log_mu = sample_tokens(
-        logits, state.keys, state.counts, state.temperatures, log_mu_temperature=log_mu_temperature
+      logits,
+      state.keys,
+      state.counts,
+      state.temperatures,
+      log_mu_temperature=log_mu_temperature,
+      filters=state.filters if filtering else None,
     )
     counts = state.counts + live
     state = state._replace(
-        cache=cache,
-        tokens=jnp.where(live, sampled, state.tokens),
-        log_mu=jnp.where(live, sampled_log_mu, state.log_mu),
-        positions=positions + live,
-        counts=counts,
-        live=live & ~_ends(sampled, counts, state.limits, stop_ids),
+      cache=cache,
+      tokens=jnp.where(live, sampled, state.tokens),
+      log_mu=jnp.where(live, sampled_log_mu, state.log_mu),
+      positions=positions + live,
+      counts=counts,
+      live=live & ~_ends(sampled, counts, state.limits, stop_ids),
     )
     return index + 1, state, tokens.at[index + 1].set(state.tokens), log_mu.at[index + 1].set(state.log_mu)
 
-  def proceed(carry: tuple[jax.Array, DecodeState, jax.Array, jax.Array]) -> jax.Array:
+  def proceed(carry: _Carry) -> jax.Array:
     return (carry[0] < num_tokens) & jnp.any(carry[1].live)
 
   _, state, tokens, log_mu = jax.lax.while_loop(proceed, step, (jnp.int32(0), state, tokens, log_mu))
   if kv_length < cache_tokens:
-    cache = jax.tree.map(lambda full, part: jax.lax.dynamic_update_slice(full, part, (0, 0, 0, 0)), full_cache, state.cache)
-    state = state._replace(cache=cache)
+    put_back = functools.partial(jax.lax.dynamic_update_slice, start_indices=(0, 0, 0, 0))
+    state = state._replace(cache=jax.tree.map(put_back, full_cache, state.cache))
   state = constrain(state, shardings)
   return state, ChunkOutput(tokens=tokens, log_mu=log_mu, counts=state.counts, live=state.live)
