@@ -1,6 +1,7 @@
 """Ragged float64 responses for the tests of losses, and their layouts as padded or packed batches.
 
-A `Case` is what the oracles read: lists of numpy arrays, one a response, no padding, no layout. `lay_out` places it in a `Batch`.
+A `Case` is what the oracles read: lists of numpy arrays, one a response, no padding, no layout. `lay_out` places it in
+a `Batch`.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def make_case(lengths, groups, *, seed=0, rewards=None, spread=0.3, valid=None, 
 
 
 def standard_case(seed: int = 0, **kwargs) -> Case:
-  """Three groups of 4, 2 and 3 valid rows, an empty response, one row that is not valid, group-wise weights, a truncated row."""
+  """Groups of 4, 2 and 3 valid rows; an empty response, a row that is not valid, weights by group, a truncated row."""
   lengths = [3, 1, 5, 2, 4, 6, 0, 2, 3, 4]
   groups = [0, 0, 1, 1, 2, 2, 2, 0, 0, 1]
   valid = [True] * 9 + [False]
@@ -124,19 +125,34 @@ def micro_batches(case: Case, groups_of_each, **layout):
     yield log_pi, batch._replace(**counts), places
 
 
-def run(fn, case: Case, *, beta: float, **layout):
-  """Returns (loss, gradient as one array per response, metrics), jitted; asserts that nothing else gets a gradient."""
+def run(fn, case: Case, *, beta: float, common: bool = False, **layout):
+  """Returns (loss, gradient as one array per response, metrics), jitted; asserts that nothing else gets a gradient.
+
+  Without `common` only the metrics of the loss itself are made: the shared ones take most of the time to compile.
+  """
   log_pi, batch, places = lay_out(case, **layout)
-  return evaluate(fn, log_pi, batch, places, beta=beta)
+  return evaluate(fn, log_pi, batch, places, beta=beta, common=common)
+
+
+COMMON_METRICS = frozenset((
+  "reward", "reward_group_std", "equal_reward_groups", "truncated", "log_ratio_ref", "residual_abs", "beta_log_z",
+  "beta_log_z_square", "log_ratio_mu_abs", "log_ratio_mu_max", "log_ratio_mu_q05", "log_ratio_mu_q50",
+  "log_ratio_mu_q95", "ess_share",
+))
 
 
 @functools.lru_cache(maxsize=None)
-def compiled(fn):
-  return jax.jit(jax.value_and_grad(lambda log_pi, batch, beta: fn(log_pi, batch, beta=beta), has_aux=True))
+def compiled(fn, common: bool = False):
+  def value(log_pi, batch, beta):
+    loss, metrics = fn(log_pi, batch, beta=beta)
+    assert metrics.keys() >= COMMON_METRICS
+    return loss, {name: x for name, x in metrics.items() if common or name not in COMMON_METRICS}
+
+  return jax.jit(jax.value_and_grad(value, has_aux=True))
 
 
-def evaluate(fn, log_pi, batch, places, *, beta: float):
-  (loss, metrics), grad = compiled(fn)(log_pi, batch, jnp.float32(beta))
+def evaluate(fn, log_pi, batch, places, *, beta: float, common: bool = False):
+  (loss, metrics), grad = compiled(fn, common)(log_pi, batch, jnp.float32(beta))
   grad = np.asarray(grad, np.float64)
   grads = {i: grad[row, span] for i, (row, span) in places.items()}
   total = sum(np.abs(g).sum() for g in grads.values())
@@ -155,7 +171,7 @@ def assert_same(actual: dict, wanted: dict, *, rtol=2e-5, atol=1e-6) -> None:
 
 
 def differentiate(value, case: Case, *, step: float = 1e-5) -> dict:
-  """Central differences of value(log_pi lists) -> float in float64, one array per response: an oracle for any gradient."""
+  """Central differences of value(log_pi lists) -> float, float64, one array per response: an oracle of gradients."""
   grads = {}
   for i, tokens in enumerate(case.log_pi):
     grads[i] = np.zeros(len(tokens))
@@ -170,7 +186,7 @@ def differentiate(value, case: Case, *, step: float = 1e-5) -> dict:
 
 
 def check(fn, case: Case, oracle, *, beta: float, rtol=3e-5, atol=1e-6):
-  """Value and gradient against oracle(case, log_pi lists) -> float64; what takes no gradient there is read from case.log_pi."""
+  """Value and gradient against oracle(case, log_pi lists) -> float, which reads from case.log_pi what is detached."""
   loss, grads, metrics = run(fn, case, beta=beta)
   np.testing.assert_allclose(loss, oracle(case, case.log_pi), rtol=1e-5, atol=1e-6)
   assert_same(grads, differentiate(lambda moved: oracle(case, moved), case), rtol=rtol, atol=atol)

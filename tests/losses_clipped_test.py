@@ -227,7 +227,8 @@ def test_unknown_aggregate_is_refused():
     cases.run(functools.partial(clipped.ppo_clip, aggregate="mean"), case, beta=BETA)
 
 
-# --- pass@k ---------------------------------------------------------------------------------------------------------------------
+# --- pass@k
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def best_of_k_shares(rewards: np.ndarray, k: int) -> np.ndarray:
@@ -285,7 +286,8 @@ def test_pass_at_k_is_unbiased():
     num_responses=f32(num), num_groups=f32(len(draws)), num_tokens=f32(num),
   )
   picks = jnp.asarray(draws.reshape(-1, 1))
-  grad = jax.grad(lambda x: pass_at_k(jax.nn.log_softmax(x)[picks], batch, beta=f32(0.0))[0])(jnp.asarray(logits, f32))
+  loss = jax.jit(jax.grad(lambda x: pass_at_k(jax.nn.log_softmax(x)[picks], batch, beta=f32(0.0))[0]))
+  grad = loss(jnp.asarray(logits, f32))
   np.testing.assert_allclose(-grad, exact, atol=2e-6)
 
 

@@ -26,7 +26,7 @@ def padded(values):
   return jnp.asarray(np.concatenate([values, np.full(cases.NUM_RESPONSES - len(values), np.nan)]), jnp.float32)
 
 
-# --- a given log Z --------------------------------------------------------------------------------------------------------------
+# --- a given log Z -------------------------------------------------------------------------------------------
 
 
 def learned_z_value(case, log_pi, log_z):
@@ -40,7 +40,7 @@ def test_tb_learned_z_equals_float64_numpy_and_teaches_log_z():
   fn = functools.partial(tb.tb_learned_z, log_z=padded(log_z))
   cases.check(fn, case, lambda case, moved: learned_z_value(case, moved, log_z), beta=BETA)
   log_pi, batch, _ = cases.lay_out(case)
-  grad = jax.grad(lambda z: tb.tb_learned_z(log_pi, batch, beta=jnp.float32(BETA), log_z=z)[0])(padded(log_z))
+  grad = jax.jit(jax.grad(lambda z: tb.tb_learned_z(log_pi, batch, beta=jnp.float32(BETA), log_z=z)[0]))(padded(log_z))
   wanted = BETA * case.weights * (log_z - deltas(case, case.log_pi)) * case.valid / case.num
   np.testing.assert_allclose(grad[: len(wanted)], wanted, rtol=2e-5, atol=1e-7)
   assert (np.asarray(grad[len(wanted):]) == 0).all()
@@ -91,7 +91,7 @@ def test_flowrl_on_single_tokens_and_policy_is_tb_with_a_given_log_z_on_standard
   cases.assert_same(flow[1], given[1])
 
 
-# --- other divergences ----------------------------------------------------------------------------------------------------------
+# --- other divergences ---------------------------------------------------------------------------------------
 
 
 def linex(x, c):
@@ -120,7 +120,8 @@ def test_tb_f_divergence_at_alpha_1_is_vargrad_and_tends_to_it():
   case = cases.standard_case(77)
   wanted = cases.run(tb.tb_vargrad, case, beta=0.5)[1]
   cases.assert_same(cases.run(functools.partial(tb.tb_f_divergence, alpha=1.0), case, beta=0.5)[1], wanted)
-  cases.assert_same(cases.run(functools.partial(tb.tb_f_divergence, alpha=0.999), case, beta=0.5)[1], wanted, rtol=5e-3, atol=1e-4)
+  near = functools.partial(tb.tb_f_divergence, alpha=0.999)
+  cases.assert_same(cases.run(near, case, beta=0.5)[1], wanted, rtol=5e-3, atol=1e-4)
 
 
 def test_tb_f_divergence_refuses_alpha_above_1():
@@ -133,7 +134,7 @@ def test_off_policy_minimum_is_the_tilted_reference_for_other_divergences(alpha)
   assert toy.total_variation_after_training(functools.partial(tb.tb_f_divergence, alpha=alpha), beta=0.3) < 0.02
 
 
-# --- TBA' -----------------------------------------------------------------------------------------------------------------------
+# --- TBA' ----------------------------------------------------------------------------------------------------
 
 
 def clamped_advantages(case, *, clamp):
@@ -174,7 +175,7 @@ def test_tba_prime_without_active_clamps_has_the_gradient_of_vargrad():
   cases.assert_same(cases.run(tb.tba_prime_ratio, case, beta=BETA)[1], wanted)
 
 
-# --- DPO ------------------------------------------------------------------------------------------------------------------------
+# --- DPO -----------------------------------------------------------------------------------------------------
 
 
 def dpo_value(case, moved):

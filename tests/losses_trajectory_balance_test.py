@@ -19,7 +19,7 @@ BETA = float(np.float32(0.05))
 
 
 def plain_tb(case: cases.Case, log_pi: list[np.ndarray], *, beta: float, detached=None) -> float:
-  """(beta / 2) mean of weight (log Z - delta)^2 as the paper writes it; `detached` are the log_pi that log Z is taken of."""
+  """(beta / 2) mean of weight (log Z - delta)^2 as the paper writes it; log Z is of `detached`, if given."""
   delta = cases.sums(case.log_ref) + case.rewards / beta - cases.sums(log_pi)
   fixed = delta if detached is None else cases.sums(case.log_ref) + case.rewards / beta - cases.sums(detached)
   total = 0.0
@@ -133,7 +133,7 @@ def test_log_z_goes_by_group_id_not_by_position():
   """Two prompts of three rows valued 1 and 10: log Z must be 1 and 10, a reshape over the wrong axis says 4 and 7."""
   case = cases.make_case([1] * 6, [0, 0, 0, 1, 1, 1], rewards=[1, 1, 1, 10, 10, 10])
   case.log_ref = case.log_pi
-  loss, grads, metrics = cases.run(tb_vargrad, case, beta=1.0)
+  loss, grads, metrics = cases.run(tb_vargrad, case, beta=1.0, common=True)
   assert loss == 0.0 and all((g == 0).all() for g in grads.values())
   log_pi, batch, _ = cases.lay_out(case)
   delta = segments.response_sums(batch.log_ref - log_pi, batch) + batch.rewards
@@ -145,14 +145,14 @@ def test_huge_log_ratios_stay_finite_and_right():
   case = cases.standard_case(11)
   case.log_pi[0] = cases.exact(case.log_ref[0] + 40.0)
   case.log_pi[4] = cases.exact(case.log_ref[4] - 40.0)
-  loss, grads, metrics = cases.run(tb_vargrad, case, beta=BETA)
+  loss, grads, metrics = cases.run(tb_vargrad, case, beta=BETA, common=True)
   np.testing.assert_allclose(loss, plain_tb(case, case.log_pi, beta=BETA), rtol=1e-5)
   cases.assert_same(grads, policy_gradient_of(case, beta=BETA))
   assert np.isfinite(list(metrics.values())).all()
 
 
 def test_small_beta_keeps_the_digits_of_the_log_ratios():
-  """beta = 1e-6, rewards near 1000: r / beta is 1e9, where float32 has a grain of 64 nats; the centred form keeps the log-ratios."""
+  """beta = 1e-6, rewards near 1000: r / beta is 1e9, where float32 has a grain of 64 nats; centred parts keep k."""
   case = cases.make_case([4, 4, 4], [0, 0, 0], seed=12, rewards=[1000.0] * 3)
   beta = 1e-6
   grads = cases.run(tb_vargrad, case, beta=beta)[1]
@@ -178,14 +178,14 @@ def test_a_group_of_one_teaches_nothing():
 
 def test_a_truncated_row_is_learnt_from_like_any_other():
   case = cases.standard_case(15)
-  before = cases.run(tb_vargrad, case, beta=BETA)
+  before = cases.run(tb_vargrad, case, beta=BETA, common=True)
   case.truncated = ~case.truncated
-  after = cases.run(tb_vargrad, case, beta=BETA)
+  after = cases.run(tb_vargrad, case, beta=BETA, common=True)
   assert after[0] == before[0]
   assert after[2]["truncated"] == pytest.approx(1 - before[2]["truncated"])
 
 
-# --- The minimum, from off-policy data only -------------------------------------------------------------------------------------
+# --- The minimum, from off-policy data only ------------------------------------------------------------------
 
 VOCAB, MAX_TOKENS = 3, 3  # token 0 stops; a response of MAX_TOKENS tokens needs no stop
 
@@ -232,8 +232,9 @@ def off_policy_data(*, behaviour: np.ndarray, reference: np.ndarray, rewards: np
   batch = Batch(
     tokens=jnp.asarray(tokens), positions=jnp.asarray(tokens), segment_ids=jnp.asarray(tokens),
     sequence_ids=jnp.asarray(sequence_ids), log_mu=jnp.zeros((num, MAX_TOKENS)), log_ref=jnp.asarray(log_ref),
-    rewards=jnp.asarray(rewards[picks], f32), group_ids=jnp.repeat(jnp.arange(groups), k), valid=ones > 0, truncated=ones < 0,
-    weights=ones, num_responses=f32(num), num_groups=f32(groups), num_tokens=f32((sequence_ids < num).sum()),
+    rewards=jnp.asarray(rewards[picks], f32), group_ids=jnp.repeat(jnp.arange(groups), k), valid=ones > 0,
+    truncated=ones < 0, weights=ones, num_responses=f32(num), num_groups=f32(groups),
+    num_tokens=f32((sequence_ids < num).sum()),
   )
   return batch, jnp.asarray(prefix_rows), picks
 
@@ -243,13 +244,17 @@ def total_variation_after_training(loss_fn, *, beta: float, steps: int = 1500) -
   shape = (len(PREFIXES), VOCAB)
   reference, behaviour = rng.normal(size=shape), rng.normal(size=shape)
   rewards = rng.uniform(0, 1, len(RESPONSES))
-  batch, prefix_rows, picks = off_policy_data(behaviour=behaviour, reference=reference, rewards=rewards, groups=256, k=8)
+  policies = dict(behaviour=behaviour, reference=reference)
+  batch, prefix_rows, picks = off_policy_data(**policies, rewards=rewards, groups=256, k=8)
   assert set(picks) == set(range(len(RESPONSES)))  # full support
   optimizer = optax.adam(optax.cosine_decay_schedule(0.1, steps))
 
+  def value(logits):
+    return loss_fn(token_logprobs(logits, prefix_rows, batch.tokens), batch, beta=jnp.float32(beta))[0]
+
   def step(_, carry):
     logits, opt_state = carry
-    grads = jax.grad(lambda x: loss_fn(token_logprobs(x, prefix_rows, batch.tokens), batch, beta=jnp.float32(beta))[0])(logits)
+    grads = jax.grad(value)(logits)
     updates, opt_state = optimizer.update(grads, opt_state)
     return optax.apply_updates(logits, updates), opt_state
 
@@ -262,7 +267,8 @@ def total_variation_after_training(loss_fn, *, beta: float, steps: int = 1500) -
 
 def test_off_policy_minimum_is_the_tilted_reference():
   assert len(RESPONSES) == 15
-  np.testing.assert_allclose(np.exp(response_logprobs(np.random.default_rng(2).normal(size=(len(PREFIXES), VOCAB)))).sum(), 1)
+  logits = np.random.default_rng(2).normal(size=(len(PREFIXES), VOCAB))
+  np.testing.assert_allclose(np.exp(response_logprobs(logits)).sum(), 1)
   assert total_variation_after_training(tb_vargrad, beta=0.3) < 0.02
 
 

@@ -1,7 +1,8 @@
-"""Clipped surrogate objectives: PPO with a group baseline and its relatives. All need log_mu of the policy that sampled.
+"""Clipped surrogate objectives: PPO with a group baseline and its relatives. All need log_mu.
 
-Every loss is -mean of min(ratio A, clip(ratio) A); they differ in the level of the ratio (token or response), in the advantage A and
-in how tokens are averaged. At ratio 1 their gradient is that of REINFORCE with the same advantage and the same averaging.
+Every loss is -mean of min(ratio A, clip(ratio) A); they differ in the level of the ratio (token or response), in the
+advantage A and in how tokens are averaged. At ratio 1 their gradient is that of REINFORCE with the same advantage and
+the same averaging.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ def ppo_clip(
       A = (r - mean r) - beta (k - mean k),  k = log_pi - log_ref, no gradient;   ratio_t = exp(log_pi_t - log_mu_t)
       loss = -mean over responses of sum over tokens of weight min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A)
 
-  Source: Schulman et al. 2017, arXiv:1707.06347, equation 7. Differs: no critic; the KL penalty is of the current policy, so that at
-  ratio 1 the gradient is that of `reinforce`; `aggregate` sums over tokens by default for the same reason.
+  Source: Schulman et al. 2017, arXiv:1707.06347, equation 7. Differs: no critic; the KL penalty is of the current
+  policy, so that at ratio 1 the gradient is that of `reinforce`; `aggregate` sums over tokens by default for the same
+  reason.
 
   Args:
     log_pi: log-probability of each token, nats, aligned with the token.
@@ -53,18 +55,20 @@ def ppo_clip(
 
 
 def grpo(
-  log_pi: jax.Array, batch: Batch, *, beta: jax.Array, clip_low: float = 0.2, clip_high: float = 0.2, divide_by_std: bool = True,
-  std_floor: float = 1e-4, aggregate: str = "response_mean",
+  log_pi: jax.Array, batch: Batch, *, beta: jax.Array, clip_low: float = 0.2, clip_high: float = 0.2,
+  divide_by_std: bool = True, std_floor: float = 1e-4, aggregate: str = "response_mean",
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
   """Group relative policy optimisation: standardised rewards, clipped token ratios, a KL term beside the objective.
 
       A = (r - mean r) / (std r + std_floor) within the group;   d_t = log_ref_t - log_pi_t
-      loss = -mean over responses of mean over tokens of weight [min(ratio A, clip(ratio) A) - beta (exp(d_t) - d_t - 1)]
+      loss = -mean over responses of mean over tokens of
+             weight [min(ratio A, clip(ratio) A) - beta (exp(d_t) - d_t - 1)]
 
-  Source: Shao et al. 2024 (DeepSeekMath), arXiv:2402.03300, equations 3 and 4. The paper names neither the divisor of the standard
-  deviation nor a floor under it: here K, and `std_floor` so that rounding in nearly equal rewards is not blown up.
+  Source: Shao et al. 2024 (DeepSeekMath), arXiv:2402.03300, equations 3 and 4. The paper names neither the divisor of
+  the standard deviation nor a floor under it: here K, and `std_floor` so that rounding in nearly equal rewards is not
+  blown up.
 
-  Args: as `ppo_clip`; beta weighs the KL estimate, which is a loss term of its own here (unbiased for samples of log_pi only).
+  Args: as `ppo_clip`; beta weighs the KL estimate, a loss term of its own here (unbiased for samples of log_pi only).
     divide_by_std: False leaves the rewards' scale (Dr. GRPO's first change; the second is aggregate="response_sum").
   Returns: scalar loss; metrics with `clip_share` (of tokens) and `kl_term` (the mean estimate, unweighted by beta).
   """
@@ -80,14 +84,16 @@ def grpo(
 
 
 def dr_grpo(
-  log_pi: jax.Array, batch: Batch, *, beta: jax.Array, clip_low: float = 0.2, clip_high: float = 0.2, divisor_tokens: float = 1.0
+  log_pi: jax.Array, batch: Batch, *, beta: jax.Array, clip_low: float = 0.2, clip_high: float = 0.2,
+  divisor_tokens: float = 1.0,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
   """GRPO done right: no division by the standard deviation, none by the response's own length, no KL term.
 
-      A = r - mean r;   loss = -mean over responses of (1 / divisor_tokens) sum over tokens of weight min(ratio A, clip(ratio) A)
+      A = r - mean r
+      loss = -mean over responses of (1 / divisor_tokens) sum over tokens of weight min(ratio A, clip(ratio) A)
 
-  A is (K - 1) / K of the leave-one-out advantage. `divisor_tokens` is a constant (the paper's code: the generation budget); 1 keeps
-  the gradient that of whole-response log-probabilities.
+  A is (K - 1) / K of the leave-one-out advantage. `divisor_tokens` is a constant (the paper's code: the generation
+  budget); 1 keeps the gradient that of whole-response log-probabilities.
 
   Source: Liu et al. 2025, arXiv:2503.20783. Args and returns: as `ppo_clip`; beta is not used.
   """
@@ -98,14 +104,15 @@ def dr_grpo(
 
 
 def dapo(
-  log_pi: jax.Array, batch: Batch, *, beta: jax.Array, clip_low: float = 0.2, clip_high: float = 0.28, std_floor: float = 1e-4
+  log_pi: jax.Array, batch: Batch, *, beta: jax.Array, clip_low: float = 0.2, clip_high: float = 0.28,
+  std_floor: float = 1e-4,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
   """DAPO's loss: GRPO's advantage, a higher upper clip, a mean over all tokens of the batch, no KL term.
 
-      loss = -(1 / response tokens of the batch) sum over tokens of weight min(ratio A, clip(ratio, 1 - 0.2, 1 + 0.28) A)
+      loss = -mean over the response tokens of the batch of weight min(ratio A, clip(ratio, 1 - 0.2, 1 + 0.28) A)
 
-  Source: Yu et al. 2025, arXiv:2503.14476, equation 8. Its dynamic sampling and overlong reward shaping are no part of the loss: a
-  group of equal rewards stays in and adds exactly 0, though its tokens count in the mean.
+  Source: Yu et al. 2025, arXiv:2503.14476, equation 8. Its dynamic sampling and overlong reward shaping are no part of
+  the loss: a group of equal rewards stays in and adds exactly 0, though its tokens count in the mean.
 
   Args and returns: as `ppo_clip`; beta is not used.
   """
@@ -116,9 +123,10 @@ def dapo(
 
 
 def gspo(
-  log_pi: jax.Array, batch: Batch, *, beta: jax.Array, clip_low: float = 3e-4, clip_high: float = 4e-4, std_floor: float = 1e-4
+  log_pi: jax.Array, batch: Batch, *, beta: jax.Array, clip_low: float = 3e-4, clip_high: float = 4e-4,
+  std_floor: float = 1e-4,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """Group sequence policy optimisation: one ratio per response, the geometric mean of its tokens' ratios, clipped as one.
+  """Group sequence policy optimisation: the geometric mean of a response's token ratios, clipped as one.
 
       s = exp(mean over tokens of log_pi - log_mu);   loss = -mean over responses of weight min(s A, clip(s) A)
 
@@ -144,11 +152,12 @@ def proximal_rloo(
 
       ratio = exp(log_pi - log_mu) of the whole response;   loss = -mean of weight min(ratio A, clip(ratio) A)
 
-  A is the leave-one-out advantage of r - beta (log_pi - log_ref); beta = 0 gives the raw reward of Bartoldson et al. 2025,
-  arXiv:2503.18929, equation 6. Not divided by length: long responses leave the clip range after a small change.
+  A is the leave-one-out advantage of r - beta (log_pi - log_ref); beta = 0 gives the raw reward of Bartoldson et al.
+  2025, arXiv:2503.18929, equation 6. Not divided by length: long responses leave the clip range after a small change.
 
-  Source: Noukhovitch et al. 2024, arXiv:2410.18252, whose public code (mnoukhov/async_rlhf) clips the whole-response ratio and takes
-  the KL penalty of the policy that sampled; here it is of the current one, as in `rloo`, whose gradient this is at ratio 1.
+  Source: Noukhovitch et al. 2024, arXiv:2410.18252, whose public code (mnoukhov/async_rlhf) clips the whole-response
+  ratio and takes the KL penalty of the policy that sampled; here it is of the current one, as in `rloo`, whose gradient
+  this is at ratio 1.
 
   Args and returns: as `ppo_clip`, with `clip_share` of responses.
   """
@@ -161,19 +170,21 @@ def proximal_rloo(
 
 
 def decoupled_ppo(
-  log_pi: jax.Array, batch: Batch, *, beta: jax.Array, clip_low: float = 0.2, clip_high: float = 0.2, proximal_mix: float = 0.0,
-  behaviour_cap: float = 5.0, aggregate: str = "response_sum",
+  log_pi: jax.Array, batch: Batch, *, beta: jax.Array, clip_low: float = 0.2, clip_high: float = 0.2,
+  proximal_mix: float = 0.0, behaviour_cap: float = 5.0, aggregate: str = "response_sum",
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
   """PPO whose trust region is around a proximal policy, not around the stale policy that sampled.
 
       loss = -mean of weight w min(ratio A, clip(ratio) A),   w = exp(log_prox - log_mu), ratio = exp(log_pi - log_prox)
 
-  w takes no gradient, and a token with w > behaviour_cap is left out. log_prox = log_pi + proximal_mix (log_mu - log_pi), no gradient:
-  with 0 the proximal policy is the policy itself as the step begins, which is exact for one update per batch (no ratio is clipped
-  then, only w is capped); with 1 it is the sampler and the loss is `ppo_clip`; between them the interpolation of A-3PO.
+  w takes no gradient, and a token with w > behaviour_cap is left out. log_prox =
+  log_pi + proximal_mix (log_mu - log_pi), no gradient: with 0 the proximal policy is the policy itself as the step
+  begins, which is exact for one update per batch (no ratio is clipped then, only w is capped); with 1 it is the sampler
+  and the loss is `ppo_clip`; between them the interpolation of A-3PO.
 
-  Source: Hilton et al. 2021 (decoupling, as documented by TorchRL's ClipPPOLoss); AReaL (documentation of its asynchronous loss, and
-  its behav_imp_weight_cap, which filters tokens); A-3PO, arXiv:2512.06547, for the interpolation, whose weight follows staleness there.
+  Source: Hilton et al. 2021 (decoupling, as documented by TorchRL's ClipPPOLoss); AReaL (documentation of its
+  asynchronous loss, and its behav_imp_weight_cap, which filters tokens); A-3PO, arXiv:2512.06547, for the
+  interpolation, whose weight follows staleness there.
 
   Args and returns: as `ppo_clip`; `clip_share` counts tokens that the clip or the cap took the gradient from.
   """

@@ -1,7 +1,7 @@
 """What every loss reports about its batch, so that two losses at two stalenesses can be laid side by side.
 
-Every number is a sum over this (micro-)batch divided by a count of the whole batch, so the numbers of micro-batches add up;
-`finish_metrics` turns the added-up second moments into standard deviations. Nothing here takes a gradient.
+Every number is a sum over this (micro-)batch divided by a count of the whole batch, so the numbers of micro-batches add
+up; `finish_metrics` turns the added-up second moments into standard deviations. Nothing here takes a gradient.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ def common_metrics(log_pi: jax.Array, batch: Batch, *, beta: jax.Array) -> dict[
   """Measures rewards, the distance to the reference and the distance to the policy that sampled.
 
   Rewards: `reward` mean over responses; `reward_group_std` mean over groups of the standard deviation within one;
-  `equal_reward_groups` share of groups whose rewards are all equal (no signal for a baseline method); `truncated` share of responses.
+  `equal_reward_groups` share of groups whose rewards are all equal (no signal for a baseline method); `truncated` share
+  of responses.
 
-  Reference: `log_ratio_ref` mean of log_pi - log_ref over the responses DRAWN, nats a response. It is no KL divergence unless the
-  policy itself sampled them, and may be negative. `residual_abs` mean |(r - mean r) - beta (k - mean k)|, reward units: beta times
-  |log Z - delta| (in this unit it stays finite as beta goes to 0). `beta_log_z` mean over groups of mean r - beta mean k, reward
-  units: beta times the estimate of log Z; `beta_log_z_square` of its square.
+  Reference: `log_ratio_ref` mean of log_pi - log_ref over the responses DRAWN, nats a response. It is no KL divergence
+  unless the policy itself sampled them, and may be negative. `residual_abs` mean |(r - mean r) - beta (k - mean k)|,
+  reward units: beta times |log Z - delta| (in this unit it stays finite as beta goes to 0). `beta_log_z` mean over
+  groups of mean r - beta mean k, reward units: beta times the estimate of log Z; `beta_log_z_square` of its square.
 
-  Sampler (all of log_pi - log_mu, nats): `log_ratio_mu_abs` mean |.| a token; `log_ratio_mu_max` mean over responses of the largest
-  |.| of a token; `log_ratio_mu_q05`, `_q50`, `_q95` of whole responses, nearest-rank quantiles within a group, mean over groups;
-  `ess_share` effective sample size of the responses' ratios, (sum w)^2 / (K sum w^2) within a group, mean over groups: 1 on policy,
-  1 / K where one response holds all the weight.
+  Sampler (all of log_pi - log_mu, nats): `log_ratio_mu_abs` mean |.| a token; `log_ratio_mu_max` mean over responses of
+  the largest |.| of a token; `log_ratio_mu_q05`, `_q50`, `_q95` of whole responses, nearest-rank quantiles within a
+  group, mean over groups; `ess_share` effective sample size of the responses' ratios, (sum w)^2 / (K sum w^2) within a
+  group, mean over groups: 1 on policy, 1 / K where one response holds all the weight.
   """
   log_pi = jax.lax.stop_gradient(log_pi)
   metrics = _reward_metrics(batch)
@@ -40,7 +41,7 @@ def common_metrics(log_pi: jax.Array, batch: Batch, *, beta: jax.Array) -> dict[
 
 
 def finish_metrics(metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
-  """Replaces each `x_square` (mean of squares, beside the mean `x`) by `x_std`. Call on the metrics of the whole batch, once."""
+  """Replaces each `x_square` (mean of squares, beside the mean `x`) by `x_std`. Call once, on a whole batch."""
   finished = {}
   for name, value in metrics.items():
     if name.endswith(SQUARE_SUFFIX):
@@ -59,18 +60,22 @@ def clip_share(clipped: jax.Array, batch: Batch) -> dict[str, jax.Array]:
 
 
 def effective_sample_share(log_weights: jax.Array, batch: Batch) -> jax.Array:
-  """(sum w)^2 / (K sum w^2) of each group for w = exp(log_weights [N]), free of overflow: float32 [N], the group's value."""
+  """(sum w)^2 / (K sum w^2) of each group for w = exp(log_weights [N]), free of overflow: [N], the group's value."""
   largest = segments.group_max(log_weights, batch)
   weights = segments.kept(jnp.exp(segments.kept(log_weights - largest, batch)), batch)
   total, squares = segments.group_sums(weights, batch), segments.group_sums(jnp.square(weights), batch)
   return jnp.square(total) / jnp.maximum(segments.group_counts(batch) * squares, 1.0)
 
 
-def group_quantile(values: jax.Array, batch: Batch, *, quantile: float) -> jax.Array:
-  """Nearest-rank quantile of `values` [N] within each group; every row carries its group's. Returns [N]."""
-  count = segments.group_counts(batch)
-  wanted = jnp.round(quantile * (count - 1.0)).astype(jnp.int32)
-  return segments.group_sums(jnp.where(segments.group_ranks(values, batch) == wanted, values, 0.0), batch)
+def group_quantiles(values: jax.Array, batch: Batch, *, percents: tuple[int, ...]) -> list[jax.Array]:
+  """Nearest-rank quantiles of `values` [N] within each group; every row carries its group's. Returns one [N] each."""
+  ranks, count = segments.group_ranks(values, batch), segments.group_counts(batch)
+
+  def pick(percent: int) -> jax.Array:
+    wanted = jnp.round(percent / 100 * (count - 1.0)).astype(jnp.int32)
+    return segments.group_sums(jnp.where(ranks == wanted, values, 0.0), batch)
+
+  return [pick(percent) for percent in percents]
 
 
 def _reward_metrics(batch: Batch) -> dict[str, jax.Array]:
@@ -103,7 +108,7 @@ def _sampler_metrics(log_pi: jax.Array, batch: Batch) -> dict[str, jax.Array]:
     "log_ratio_mu_max": segments.mean_of_responses(segments.response_max(jnp.abs(per_token), batch), batch),
     "ess_share": segments.mean_of_groups(effective_sample_share(log_ratio, batch), batch),
   }
-  for percent in (5, 50, 95):
-    quantile = group_quantile(log_ratio, batch, quantile=percent / 100)
+  percents = (5, 50, 95)
+  for percent, quantile in zip(percents, group_quantiles(log_ratio, batch, percents=percents)):
     metrics[f"log_ratio_mu_q{percent:02d}"] = segments.mean_of_groups(quantile, batch)
   return metrics

@@ -1,6 +1,7 @@
-"""Policy gradients weighted by capped importance ratios that take no gradient: no token's update is dropped, only tamed.
+"""Policy gradients weighted by capped importance ratios that take no gradient: updates are tamed, none is dropped.
 
-The value of these losses means nothing, only their gradient does: -mean of (detached weight x A x grad log_pi). All need log_mu.
+The value of these losses means nothing, only their gradient does: -mean of (detached weight x A x grad log_pi). All
+need log_mu.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ def _weighted_scores(log_pi: jax.Array, coefficients: jax.Array, batch: Batch, *
 
 
 def cispo(
-  log_pi: jax.Array, batch: Batch, *, beta: jax.Array, ratio_floor: float = 0.0, ratio_cap: float = 5.0, std_floor: float = 1e-4,
-  aggregate: str = "token_mean",
+  log_pi: jax.Array, batch: Batch, *, beta: jax.Array, ratio_floor: float = 0.0, ratio_cap: float = 5.0,
+  std_floor: float = 1e-4, aggregate: str = "token_mean",
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
   """Clipped importance-sampling weights: REINFORCE on tokens, weighted by a clipped ratio that takes no gradient.
 
       gradient = -mean over tokens of weight clip(ratio_t, ratio_floor, ratio_cap) A grad log_pi_t,  A as in GRPO
 
-  Unlike PPO's clip, a token beyond the bound still learns. The paper sets no lower bound and does not state its upper one; the
-  default here is ours.
+  Unlike PPO's clip, a token beyond the bound still learns. The paper sets no lower bound and does not state its upper
+  one; the default here is ours.
 
   Source: MiniMax-M1, arXiv:2506.13585, equations 4 and 5.
 
@@ -53,9 +54,11 @@ def topr(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
   """Tapered off-policy REINFORCE: good responses as in supervised learning, bad ones with a truncated ratio.
 
-      gradient = -mean of weight w A grad log_pi,   w = 1 where A >= 0, min(exp(log_pi - log_mu), negative_cap) where A < 0
+      gradient = -mean of weight w A grad log_pi
+      w = 1 where A >= 0, min(exp(log_pi - log_mu), negative_cap) where A < 0
 
-  Whole responses. Once a bad response has become unlikely its push fades, so its probability is not driven to 0 for ever.
+  Whole responses. Once a bad response has become unlikely its push fades, so its probability is not driven to 0 for
+  ever.
 
   Source: Le Roux et al. 2025, arXiv:2503.14286 (the gradient of its section 3). Its baseline is a tuned constant; here
   A = (r - mean r) - beta (k - mean k) within the group.
@@ -80,13 +83,14 @@ def vtrace(
       gradient = -mean over responses of sum over t of weight w_t A grad log_pi_t
       w_T = rho_T;   w_t = rho_t c_(t+1) ... c_(T-1) rho_T   for t < T
 
-  That is rho_t (r_t + v_(t+1) - V) for v the V-trace targets, undiscounted: with a constant V every temporal difference but the last
-  is 0. The weight of a token is the truncated ratio of the rest of the response; ratios of earlier tokens do not enter. On policy it
-  is `reinforce`.
+  That is rho_t (r_t + v_(t+1) - V) for v the V-trace targets, undiscounted: with a constant V every temporal difference
+  but the last is 0. The weight of a token is the truncated ratio of the rest of the response; ratios of earlier tokens
+  do not enter. On policy it is `reinforce`.
 
   Source: Espeholt et al. 2018 (IMPALA), arXiv:1802.01561, the V-trace target and the policy gradient of its section 4.
 
-  Args and returns: as `cispo`; beta weighs the KL penalty in the reward, needs log_ref; `clip_share` of tokens with ratio > rho_cap.
+  Args and returns: as `cispo`; beta weighs the KL penalty in the reward, needs log_ref; `clip_share` of tokens with
+  ratio > rho_cap.
   """
   segments.check_layout(log_pi, batch)
   log_ratio = jax.lax.stop_gradient(segments.masked(log_pi - batch.log_mu, batch))
@@ -110,12 +114,13 @@ def topk_off_policy(
       gradient = -mean over responses of sum over t of weight min(ratio_t, ratio_cap) lambda_t A grad log_pi_t
       lambda_t = K (1 - pi_t)^(K-1)
 
-  An action is a token here: lambda_t is the derivative of 1 - (1 - pi_t)^K, the chance to draw the token at least once in K tries; it
-  is near K for unlikely tokens and fades as pi_t grows. At top_k = 1 this is importance-weighted REINFORCE. As in the source only the
-  ratio of the action itself enters (first order), capped; the cap's default is ours.
+  An action is a token here: lambda_t is the derivative of 1 - (1 - pi_t)^K, the chance to draw the token at least once
+  in K tries; it is near K for unlikely tokens and fades as pi_t grows. At top_k = 1 this is importance-weighted
+  REINFORCE. As in the source only the ratio of the action itself enters (first order), capped; the cap's default is
+  ours.
 
-  Source: Chen et al. 2019, arXiv:1812.02353 (top-K correction and weight capping). Differs: a group baseline and the KL penalty in
-  the reward, A = (r - mean r) - beta (k - mean k).
+  Source: Chen et al. 2019, arXiv:1812.02353 (top-K correction and weight capping). Differs: a group baseline and the KL
+  penalty in the reward, A = (r - mean r) - beta (k - mean k).
 
   Args and returns: as `cispo`; beta weighs the KL penalty in the reward, needs log_ref.
   """

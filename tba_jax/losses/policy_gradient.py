@@ -1,6 +1,7 @@
 """Policy gradients without importance ratios: REINFORCE with a baseline from the group.
 
-The value of these losses means nothing, only their gradient does. Losses with ratios are in clipped.py and importance.py.
+The value of these losses means nothing, only their gradient does. Losses with ratios are in clipped.py and
+importance.py.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def mean_baseline(log_pi: jax.Array, batch: Batch, *, beta: jax.Array) -> jax.Ar
 
 
 def leave_one_out(centred: jax.Array, batch: Batch) -> jax.Array:
-  """Turns values minus their group's mean into values minus the mean of the OTHERS: x K / (K - 1); 0 where K = 1. Returns [N].
+  """Turns values minus their group's mean into values minus the mean of the OTHERS ([N]): x K / (K - 1), 0 if K = 1.
 
   The product form is exact and, unlike sums over the others, keeps equal rewards at exactly 0.
   """
@@ -39,11 +40,11 @@ def reinforce(log_pi: jax.Array, batch: Batch, *, beta: jax.Array) -> tuple[jax.
 
       A = (r - mean r) - beta (k - mean k),  k = log_pi - log_ref;   gradient = -mean(weight A grad log_pi)
 
-  Its gradient is that of `tb_vargrad` at every beta and on any data; only the value and the reading differ. As a policy gradient it
-  is right on policy alone. beta = 0 leaves the reference out.
+  Its gradient is that of `tb_vargrad` at every beta and on any data; only the value and the reading differ. As a policy
+  gradient it is right on policy alone. beta = 0 leaves the reference out.
 
-  Source: Williams 1992 (REINFORCE with a baseline); the equality with trajectory balance: Bartoldson et al. 2025, arXiv:2503.18929,
-  appendix A.
+  Source: Williams 1992 (REINFORCE with a baseline); the equality with trajectory balance: Bartoldson et al. 2025,
+  arXiv:2503.18929, appendix A.
 
   Args:
     log_pi: log-probability of each token, nats, aligned with the token.
@@ -59,9 +60,11 @@ def reinforce(log_pi: jax.Array, batch: Batch, *, beta: jax.Array) -> tuple[jax.
 def rloo(log_pi: jax.Array, batch: Batch, *, beta: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
   """REINFORCE leave-one-out: the baseline of a response is the mean of the other responses of its group.
 
-      r' = r - beta (log_pi - log_ref);   A_i = r'_i - mean of r'_j over j != i;   gradient = -mean(weight A grad log_pi)
+      r' = r - beta (log_pi - log_ref);   A_i = r'_i - mean of r'_j over j != i
+      gradient = -mean(weight A grad log_pi)
 
-  K / (K - 1) times the gradient of `tb_vargrad` for a group of K valid rows. No ratio: on policy only, like `reinforce`.
+  K / (K - 1) times the gradient of `tb_vargrad` for a group of K valid rows. No ratio: on policy only, like
+  `reinforce`.
 
   Source: Ahmadian et al. 2024, arXiv:2402.14740 (after Kool et al. 2019).
 
@@ -75,23 +78,25 @@ def rloo(log_pi: jax.Array, batch: Batch, *, beta: jax.Array) -> tuple[jax.Array
 def pass_at_k(
   log_pi: jax.Array, batch: Batch, *, beta: jax.Array, k: int = 2
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """PKPO: policy gradient of the expected best reward of k tries (pass@k for a 0/1 reward), unbiased from n >= k responses.
+  """PKPO: policy gradient of the mean best reward of k tries (pass@k for 0/1 rewards), unbiased from n >= k responses.
 
       s_i = (1 / C(n, k)) sum over subsets I of size k that hold i of (max of r over I - max of r over I without i)
       gradient = -mean over groups of sum over i of weight s_i grad log_pi
 
-  Only a response that is best in a subset has a share, and what it wins is the gap to the second best; so, with rows ranked by
-  reward from 0, s_i = sum over j below i of (r_i - r_j) C(rank_j, k - 2) / C(n, k). k = 1 is `rloo` without KL.
+  Only a response that is best in a subset has a share, and what it wins is the gap to the second best; so, with rows
+  ranked by reward from 0, s_i = sum over j below i of (r_i - r_j) C(rank_j, k - 2) / C(n, k). k = 1 is `rloo`
+  without KL.
 
-  Source: Walder and Karkhanis 2025, arXiv:2505.15201, equation 33 (the estimator it recommends); k = 1: its section 4.1.
+  Source: Walder and Karkhanis 2025, arXiv:2505.15201, equation 33 (the estimator it recommends); k = 1: its section
+  4.1.
 
   Args:
     log_pi: log-probability of each token, nats, aligned with the token.
     batch: uses rewards, groups, weights.
     beta: not used: the maximum is over the task's rewards.
     k: tries, >= 1, a static number. A group with fewer than max(k, 2) valid rows adds nothing.
-  Returns: scalar whose gradient is the policy gradient; metrics with `best_of_k`, the unbiased estimate of the best reward of k tries,
-    mean over groups.
+  Returns: scalar whose gradient is the policy gradient; metrics with `best_of_k`, the unbiased estimate of the best
+    reward of k tries, mean over groups.
   Raises: ValueError for k < 1.
   """
   segments.check_layout(log_pi, batch)
@@ -104,8 +109,9 @@ def pass_at_k(
     shares = _best_of_k_shares(batch, k=k)
   sums = segments.kept(shares * batch.weights * segments.response_sums(log_pi, batch), batch)
   loss = -jnp.sum(sums) / jnp.maximum(batch.num_groups, 1.0)
-  # max@k = sum over rows of r C(rank, k - 1) / C(n, k), and C(rank, k - 1) / C(n, k) = (k / n) C(rank, k - 1) / C(n - 1, k - 1).
-  chance = k / jnp.maximum(count, 1.0) * _binomial_ratio(segments.group_ranks(batch.rewards, batch), count - 1.0, k=k - 1)
+  # max@k = sum over rows of r C(rank, k - 1) / C(n, k) = sum of r (k / n) C(rank, k - 1) / C(n - 1, k - 1).
+  ranks = segments.group_ranks(batch.rewards, batch)
+  chance = k / jnp.maximum(count, 1.0) * _binomial_ratio(ranks, count - 1.0, k=k - 1)
   best = segments.mean_of_groups(segments.group_sums(batch.rewards * chance, batch), batch)
   return loss, common_metrics(log_pi, batch, beta=beta) | {"best_of_k": best}
 
@@ -117,7 +123,8 @@ def _best_of_k_shares(batch: Batch, *, k: int) -> jax.Array:
   count = segments.group_counts(batch)
   same = batch.valid[:, None] & batch.valid[None, :] & (batch.group_ids[:, None] == batch.group_ids[None, :])
   below = same & (ranks[None, :] < ranks[:, None])
-  # C(rank_j, k - 2) / C(n, k) = k (k - 1) / (n (n - 1)) x C(rank_j, k - 2) / C(n - 2, k - 2): factors near 1, no factorials.
+  # C(rank_j, k - 2) / C(n, k) = k (k - 1) / (n (n - 1)) x C(rank_j, k - 2) / C(n - 2, k - 2), free of
+  # factorials.
   second = _binomial_ratio(ranks, count - 2.0, k=k - 2) * k * (k - 1) / jnp.maximum(count * (count - 1.0), 1.0)
   return jnp.sum(jnp.where(below, (rewards[:, None] - rewards[None, :]) * second[None, :], 0.0), axis=1)
 

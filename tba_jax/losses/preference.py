@@ -15,9 +15,9 @@ def dpo(log_pi: jax.Array, batch: Batch, *, beta: jax.Array) -> tuple[jax.Array,
 
       loss = mean over groups of -log sigmoid(beta [(log_pi - log_ref)(best) - (log_pi - log_ref)(worst)])
 
-  Several best or worst responses (as with a 0/1 reward): the mean over all pairs of a best and a worst one, which is what drawing a
-  pair at random gives on average; which row comes first plays no part. A group of equal rewards has no pair and adds 0, but counts
-  in the mean. A pair has the weight of its best row (rows of a group share theirs).
+  Several best or worst responses (as with a 0/1 reward): the mean over all pairs of a best and a worst one, which is
+  what drawing a pair at random gives on average; which row comes first plays no part. A group of equal rewards has no
+  pair and adds 0, but counts in the mean. A pair has the weight of its best row (rows of a group share theirs).
 
   Source: Rafailov et al. 2023, arXiv:2305.18290, equation 7; best and worst of the group: Noukhovitch et al. 2024,
   arXiv:2410.18252, whose public code takes the first of tied rows.
@@ -36,8 +36,9 @@ def dpo(log_pi: jax.Array, batch: Batch, *, beta: jax.Array) -> tuple[jax.Array,
   best = batch.valid & (rewards == highest) & (highest > lowest)
   worst = batch.valid & (rewards == lowest) & (highest > lowest)
   pairs = best[:, None] & worst[None, :] & (batch.group_ids[:, None] == batch.group_ids[None, :])
-  num_pairs = segments.group_sums(best.astype(jnp.float32), batch) * segments.group_sums(worst.astype(jnp.float32), batch)
-  share = jnp.where(pairs, 1.0 / jnp.maximum(num_pairs, 1.0)[:, None], 0.0) / jnp.maximum(batch.num_groups, 1.0)
+  num_best, num_worst = (segments.group_sums(rows.astype(jnp.float32), batch) for rows in (best, worst))
+  num_pairs = jnp.maximum(num_best * num_worst, 1.0)
+  share = jnp.where(pairs, 1.0 / num_pairs[:, None], 0.0) / jnp.maximum(batch.num_groups, 1.0)
   gaps = log_ratio[:, None] - log_ratio[None, :]
   loss = jnp.sum(share * batch.weights[:, None] * jax.nn.softplus(-beta * gaps))
   fixed = jax.lax.stop_gradient(gaps)

@@ -7,8 +7,8 @@ import math
 import jax
 import jax.numpy as jnp
 
-# A ratio beyond e^20 or below e^-20 belongs to a broken row (or to another model): it counts as that bound and takes no gradient.
-# float32 would hold e^88; the bound leaves room for squares and for sums over a batch.
+# A ratio beyond e^20 or below e^-20 belongs to a broken row (or to another model): it counts as that bound and takes no
+# gradient. float32 would hold e^88; the bound leaves room for squares and for sums over a batch.
 MAX_LOG_RATIO = 20.0
 
 
@@ -27,7 +27,8 @@ def clipped_objective(
 ) -> tuple[jax.Array, jax.Array]:
   """min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A), and where the clip took the gradient away (bool).
 
-  The pessimistic bound of PPO: Schulman et al. 2017, arXiv:1707.06347, equation 7; two bounds as in DAPO, arXiv:2503.14476. Written
+  The pessimistic bound of PPO: Schulman et al. 2017, arXiv:1707.06347, equation 7; two bounds as in DAPO,
+  arXiv:2503.14476. Written
   as a choice, not as a minimum of two: at the bound a minimum of equals would pass on half a gradient.
   """
   rho = ratio(log_ratio)

@@ -15,7 +15,7 @@ from tba_jax.types import Batch
 
 
 class LossFn(Protocol):
-  """(log_pi f32[B, T], batch, *, beta f32[]) -> (loss f32[], metrics of f32[]). Losses and metrics of micro-batches add up."""
+  """(log_pi f32[B, T], batch, *, beta f32[]) -> (loss f32[], metrics of f32[]); those of micro-batches add up."""
 
   def __call__(self, log_pi: jax.Array, batch: Batch, *, beta: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]: ...
 
@@ -24,9 +24,10 @@ class LossFn(Protocol):
 class LossSpec:
   """A loss and what its gradient needs, with its options at their defaults.
 
-  `needs_beta`: beta changes it. `needs_log_mu`: it corrects for the policy that sampled, so log_mu must be of the distribution really
-  sampled from. `needs_reference`: it reads log_ref. `min_responses`: fewer valid rows in a group teach nothing. `whole_groups`: only
-  right for whole sampling groups (no dedup, no reward priority). `needs_log_z`: takes the keyword log_z f32[N], nats.
+  `needs_beta`: beta changes it. `needs_log_mu`: it corrects for the policy that sampled, so log_mu must be of the
+  distribution really sampled from. `needs_reference`: it reads log_ref. `min_responses`: fewer valid rows in a group
+  teach nothing. `whole_groups`: only right for whole sampling groups (no dedup, no reward priority). `needs_log_z`:
+  takes the keyword log_z f32[N], nats.
   """
 
   fn: LossFn
@@ -89,7 +90,7 @@ def loss_options(name: str) -> dict[str, Any]:
 
 
 def make_loss(name: str, **options: Any) -> LossFn:
-  """Returns the loss of that name with `options` in place of its defaults. Raises ValueError for an option that it lacks."""
+  """Returns the loss of that name with `options` in place of its defaults. Raises ValueError for an unknown option."""
   known = loss_options(name)
   for option in options:
     if option not in known:

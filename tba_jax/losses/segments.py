@@ -1,12 +1,13 @@
 """Sums and means over the responses and the training groups of a batch: the only place that knows the batch's layout.
 
-Three levels, and the arrays that live on them: tokens [B, T], responses [N], groups (a [N] array in which every response carries the
-value of its group, so that nothing ever depends on how groups are numbered or ordered). Everything goes through `sequence_ids` and
-`group_ids` and counts only rows that are `valid`: the order of rows, packing, padding rows and micro-batches of whole groups cannot
-change a result beyond rounding.
+Three levels, and the arrays that live on them: tokens [B, T], responses [N], groups (a [N] array in which every
+response carries the value of its group, so that nothing ever depends on how groups are numbered or ordered). Everything
+goes through `sequence_ids` and `group_ids` and counts only rows that are `valid`: the order of rows, packing, padding
+rows and micro-batches of whole groups cannot change a result beyond rounding.
 
-Means of a batch divide by the counts of the WHOLE batch (`num_responses`, `num_groups`, `num_tokens`), so the losses and metrics of
-its micro-batches add up to those of the batch. A micro-batch numbers its responses 0..N-1 and its groups below N by itself.
+Means of a batch divide by the counts of the WHOLE batch (`num_responses`, `num_groups`, `num_tokens`), so the losses
+and metrics of its micro-batches add up to those of the batch. A micro-batch numbers its responses 0..N-1 and its groups
+below N by itself.
 
 This module knows no loss, and checks shapes only: it trusts ids to be in range.
 """
@@ -21,7 +22,7 @@ from tba_jax.types import Batch
 
 
 def check_layout(log_pi: jax.Array, batch: Batch) -> None:
-  """Raises AssertionError where the arrays do not have the shapes that `types.Batch` promises (free: runs at trace time)."""
+  """Raises AssertionError where arrays lack the shapes that `types.Batch` promises; free, it runs at trace time."""
   chex.assert_rank([log_pi, batch.rewards], [2, 1])
   chex.assert_type([log_pi, batch.log_mu, batch.log_ref, batch.rewards], jnp.float32)
   chex.assert_equal_shape([log_pi, batch.sequence_ids, batch.log_mu, batch.log_ref])
@@ -29,7 +30,7 @@ def check_layout(log_pi: jax.Array, batch: Batch) -> None:
 
 
 def at_tokens(values: jax.Array, batch: Batch) -> jax.Array:
-  """Gives every response token the value [N] of its response; 0 (False) at prompt and padding tokens. Returns [B, T]."""
+  """Gives every response token the value [N] of its response, prompt and padding tokens 0 (False): [B, T]."""
   return jnp.concatenate([values, jnp.zeros((1,), values.dtype)])[batch.sequence_ids]
 
 
@@ -39,12 +40,12 @@ def token_mask(batch: Batch) -> jax.Array:
 
 
 def masked(values: jax.Array, batch: Batch) -> jax.Array:
-  """`values` [B, T] where a token counts and exactly 0 elsewhere, whatever (NaN included) stood there; so is its gradient."""
+  """`values` [B, T] where a token counts and exactly 0 elsewhere, NaN or not; its gradient too."""
   return jnp.where(token_mask(batch), values, 0.0)
 
 
 def response_sums(values: jax.Array, batch: Batch) -> jax.Array:
-  """Sums `values` [B, T] over the tokens of each response; 0 for rows that are not valid and for empty responses. Returns [N]."""
+  """Sums `values` [B, T] over the tokens of each response: [N], 0 for empty responses and rows that are not valid."""
   num = batch.rewards.shape[0]
   flat = jax.ops.segment_sum(masked(values, batch).reshape(-1), batch.sequence_ids.reshape(-1), num_segments=num + 1)
   return flat[:num]
@@ -56,9 +57,10 @@ def response_lengths(batch: Batch) -> jax.Array:
 
 
 def suffix_sums(values: jax.Array, batch: Batch) -> jax.Array:
-  """Sums `values` [B, T] over each token and those after it in the same response; 0 where no token counts. Returns [B, T].
+  """Sums `values` [B, T] over each token and those after it in the same response: [B, T], 0 where none counts.
 
-  The scan starts afresh at the last token of a response (responses are contiguous), so what else a packed row holds costs no digits.
+  The scan starts afresh at the last token of a response (responses are contiguous), so what else a packed row holds
+  costs no digits.
   """
 
   def combine(later: tuple[jax.Array, jax.Array], earlier: tuple[jax.Array, jax.Array]):
@@ -111,8 +113,8 @@ def group_max(values: jax.Array, batch: Batch) -> jax.Array:
 def centre(values: jax.Array, batch: Batch) -> jax.Array:
   """Subtracts from each valid row the mean of its group's valid rows; 0 for rows that are not valid. Returns [N].
 
-  The group's smallest value is taken off first: equal values then give exactly 0 instead of the rounding of their mean (which a
-  division by their standard deviation would blow up), and a large common part costs no digits.
+  The group's smallest value is taken off first: equal values then give exactly 0 instead of the rounding of their mean
+  (which a division by their standard deviation would blow up), and a large common part costs no digits.
   """
   smallest = -group_max(-jax.lax.stop_gradient(values), batch)
   shifted = kept(values - kept(smallest, batch), batch)
@@ -130,7 +132,8 @@ def standardise(values: jax.Array, batch: Batch, *, floor: float) -> jax.Array:
 
 
 def group_ranks(values: jax.Array, batch: Batch) -> jax.Array:
-  """Rank of each valid row in its group by `values` [N], 0 for the smallest; ties in the order of rows. Returns int32 [N].
+  """Rank of each valid row in its group by `values` [N], 0 for the smallest; ties in the order of rows. Returns int32
+  [N].
 
   Rows that are not valid rank behind all valid ones of their group.
   """
@@ -148,7 +151,7 @@ def mean_of_responses(values: jax.Array, batch: Batch) -> jax.Array:
 
 
 def mean_of_groups(values: jax.Array, batch: Batch) -> jax.Array:
-  """Mean over groups of a per-group value that every row of the group carries ([N]), by the whole batch's count. Returns a scalar."""
+  """Mean over groups of a value that every row of a group carries ([N]), by the whole batch's count: a scalar."""
   return jnp.sum(kept(values / jnp.maximum(group_counts(batch), 1.0), batch)) / jnp.maximum(batch.num_groups, 1.0)
 
 
@@ -160,8 +163,9 @@ def mean_of_tokens(values: jax.Array, batch: Batch) -> jax.Array:
 def aggregate(values: jax.Array, batch: Batch, *, how: str) -> jax.Array:
   """Turns `values` [B, T] of tokens into a scalar.
 
-  "response_sum": sum over tokens, mean over responses (the gradient of whole-response log-probabilities); "response_mean": mean over
-  the tokens of a response, then over responses; "token_mean": mean over all response tokens. Raises ValueError for anything else.
+  "response_sum": sum over tokens, mean over responses (the gradient of whole-response log-probabilities);
+  "response_mean": mean over the tokens of a response, then over responses; "token_mean": mean over all response tokens.
+  Raises ValueError for anything else.
   """
   if how == "token_mean":
     return mean_of_tokens(values, batch)

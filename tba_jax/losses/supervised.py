@@ -10,7 +10,8 @@ from tba_jax.types import Batch
 
 
 def sft(log_pi: jax.Array, batch: Batch, *, beta: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """Mean negative log-likelihood of the response tokens: loss = -sum of weight log_pi / response tokens of the whole batch.
+  """Mean negative log-likelihood of the response tokens: loss = -sum of weight log_pi / response tokens of the whole
+  batch.
 
   A mean over tokens, not over responses: long examples count by their length. `beta` is not used.
 

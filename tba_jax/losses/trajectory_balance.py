@@ -1,8 +1,8 @@
-"""Trajectory balance: regress the policy's log-ratio to the reference on the reward, one free constant (log Z) per prompt.
+"""Trajectory balance: regress the policy's log-ratio to the reference on the reward, one free log Z per prompt.
 
 `tb_vargrad` is the loss of this project. It needs no importance weights: the minimiser is pi proportional to
-pi_ref exp(reward / beta) whichever full-support policy made the responses. Its relatives change one thing each; where one does need
-ratios (`flowrl`, an option of `tba_prime`), it says so.
+pi_ref exp(reward / beta) whichever full-support policy made the responses. Its relatives change one thing each; where
+one does need ratios (`flowrl`, `tba_prime_ratio`), it says so.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from tba_jax.types import Batch
 
 
 def scaled_residuals(log_pi: jax.Array, batch: Batch, *, beta: jax.Array) -> jax.Array:
-  """beta x (log Z - delta) of every valid response, log Z the plain mean of its group's valid rows: float32 [N], reward units.
+  """beta x (log Z - delta) of every valid response, log Z the mean of its group's valid rows: [N], reward units.
 
   With k = log_pi - log_ref (summed over the response) this is beta (k - mean k) - (r - mean r) = -A, A the advantage of
-  policy-gradient language. It is computed in this beta-scaled form, and the two parts are centred apart, because delta itself holds
-  r / beta: at small beta that term is huge, common to the group, and would swallow the digits of the log-ratios.
-  Log-ratios are summed token by token for the same reason: two log-probabilities of -300 never meet as sums.
+  policy-gradient language. It is computed in this beta-scaled form, and the two parts are centred apart, because delta
+  itself holds r / beta: at small beta that term is huge, common to the group, and would swallow the digits of the
+  log-ratios. Log-ratios are summed token by token for the same reason: two log-probabilities of -300 never meet as
+  sums.
 
   The gradient is that of beta log_pi of the row itself: none flows through log Z.
   """
@@ -38,13 +39,15 @@ def tb_vargrad(log_pi: jax.Array, batch: Batch, *, beta: jax.Array) -> tuple[jax
       log Z = stop_gradient(mean of delta over the group's valid rows)
       loss  = (beta / 2) mean over valid responses of weight (log Z - delta)^2
 
-  The paper's loss times beta / 2: the gradient is then exactly -mean(weight A grad log_pi), A = (r - mean r) - beta (k - mean k),
-  k = log_pi - log_ref, so a learning rate or a clipping norm means the same at every beta. Without the factor it is -(2 / beta)
-  times that mean. log Z is of the unweighted rows: importance weights say how often a row counts, not what its prompt's constant is;
-  where the weights of a group are equal (as the replay buffer makes them) stopping the gradient of log Z is a no-op.
+  The paper's loss times beta / 2: the gradient is then exactly -mean(weight A grad log_pi) with
+  A = (r - mean r) - beta (k - mean k), k = log_pi - log_ref, so a learning rate or a clipping norm means the same at
+  every beta. Without the factor it is 2 / beta times that. log Z is of the unweighted rows: importance weights say how
+  often a row counts, not what its prompt's constant is; where the weights of a group are equal (as the replay buffer
+  makes them) stopping the gradient of log Z is a no-op.
 
   Source: Bartoldson et al. 2025, arXiv:2503.18929, equations 4 and 5; VarGrad: Richter et al. 2020, arXiv:2010.10436.
-  Differs from TBA: groups go by id, not by a reshape that is right only for one prompt per micro-batch; the factor beta / 2.
+  Differs from TBA: groups go by id, not by a reshape that is right only for one prompt per micro-batch; the factor
+  beta / 2.
 
   Args:
     log_pi: log-probability of each token under the policy being trained, nats, aligned with the token.
@@ -65,10 +68,12 @@ def tb_learned_z(
 
       loss = (beta / 2) mean over valid responses of weight (log_z + log_pi - log_ref - reward / beta)^2
 
-  The gradient reaches log_z too: d loss / d log_z is beta x the mean residual, so its own learning rate should grow as beta falls.
-  With log_z = the mean of delta over the group (no gradient) this is `tb_vargrad`. Works with one response per prompt.
+  The gradient reaches log_z too: d loss / d log_z is beta x the mean residual, so its own learning rate should grow as
+  beta falls. With log_z = the mean of delta over the group (no gradient) this is `tb_vargrad`. Works with one response
+  per prompt.
 
-  Source: Malkin et al. 2022, trajectory balance with a learned Z, as stated in Bartoldson et al. 2025, arXiv:2503.18929, equation 3.
+  Source: Malkin et al. 2022, trajectory balance with a learned log Z, as stated in Bartoldson et al. 2025,
+  arXiv:2503.18929, equation 3.
 
   Args: as `tb_vargrad`.
     log_z: float32 [N], nats, each response's estimate for its prompt (rows of a group carry the same value).
@@ -88,18 +93,21 @@ def flowrl(
   log_pi: jax.Array, batch: Batch, *, beta: jax.Array, log_z: jax.Array | None = None, clip_low: float = 0.2,
   clip_high: float = 0.2, std_floor: float = 1e-4,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """FlowRL: trajectory balance per token, on standardised rewards, with a learned log Z and a clipped importance weight.
+  """FlowRL: trajectory balance per token on standardised rewards, a learned log Z, a clipped importance weight.
 
       loss = (beta / 2) mean of weight w (log_z + (log_pi - log_ref) / length - r' / beta)^2
-      r' = (r - mean r) / (std r + std_floor) within the group;   w = clip(exp(log_pi - log_mu), 1 - clip_low, 1 + clip_high)
+      r' = (r - mean r) / (std r + std_floor) within the group
+      w = clip(exp(log_pi - log_mu), 1 - clip_low, 1 + clip_high)
 
-  w is of the whole response and takes no gradient. FlowRL's reward coefficient (15 in its code) is 1 / beta here; the factor beta / 2
-  is ours, as in `tb_vargrad`. Its minimum is not the tilted reference: dividing by the length changes the target.
+  w is of the whole response and takes no gradient. FlowRL's reward coefficient (15 in its code) is 1 / beta here; the
+  factor beta / 2 is ours, as in `tb_vargrad`. Its minimum is not the tilted reference: dividing by the length changes
+  the target.
 
-  Source: Zhu et al. 2025, arXiv:2509.15207, the objective as printed in its public repository; variants of its code take the
-  geometric mean for w, or cap it at 10.
+  Source: Zhu et al. 2025, arXiv:2509.15207, the objective as printed in its public repository; variants of its code
+  take the geometric mean for w, or cap it at 10.
 
-  Args and raises: as `tb_learned_z`; log_z is in nats per token. Returns: scalar loss; metrics with `clip_share` (of responses).
+  Args and raises: as `tb_learned_z`; log_z is in nats per token. Returns: scalar loss; metrics with `clip_share` (of
+  responses).
   """
   segments.check_layout(log_pi, batch)
   log_z = _given_log_z("flowrl", log_z)
@@ -117,18 +125,19 @@ def flowrl(
 def tb_f_divergence(
   log_pi: jax.Array, batch: Batch, *, beta: jax.Array, alpha: float = 0.5
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """Trajectory balance with another regression loss than the square: one f-divergence each, the same minimum from any data.
+  """Trajectory balance with another regression loss than the square: another divergence, the same minimum.
 
       x = delta - log Z;   g(x) = (exp(c x) - c x - 1) / c^2 with c = 1 - alpha  (Linex; c -> 0 is x^2 / 2)
       log Z = (1 / c) log mean exp(c delta) over the group's valid rows (no gradient; c -> 0 is the mean)
       loss = beta mean over valid responses of weight g(x)
 
-  On policy its gradient is that of the alpha-divergence: alpha = 1 is the reverse KL, where this loss is `tb_vargrad` itself;
-  alpha = 0 the forward KL; a lower alpha covers more modes. log Z minimises the unweighted loss of the group (our choice; for the
-  square it is VarGrad's mean), so that a row's coefficient is K softmax(c delta) - 1, at most K - 1: nothing overflows.
+  On policy the expected gradient is that of the alpha-divergence, up to a positive factor per prompt that is 1 at the
+  minimum: alpha = 1 is the reverse KL, where this loss is `tb_vargrad` itself; alpha = 0 the forward KL; a lower alpha
+  covers more modes. log Z minimises the unweighted loss of the group (our choice; for the square it is VarGrad's mean),
+  so that a row's coefficient is beta (1 - K softmax(c delta)) / c: bounded, whatever the log-ratios.
 
-  Source: Hu et al. 2024, arXiv:2410.02596 (Linex and theorem 4.1, as documented by torchgfn's losses); the family over alpha for
-  language models: Fawkes and Hartford 2026, arXiv:2605.15417, figure 1.
+  Source: Hu et al. 2024, arXiv:2410.02596 (Linex and theorem 4.1, as documented by torchgfn's losses); the family over
+  alpha for language models: Fawkes and Hartford 2026, arXiv:2605.15417, figure 1.
 
   Args: as `tb_vargrad`.
     alpha: which divergence, below or equal 1; a static number.
@@ -160,9 +169,9 @@ def tba_prime(
       k = sum over tokens of clamp(log_pi - log_ref, -log_ratio_clamp, log_ratio_clamp), no gradient
       A = (r - mean r) - beta (k - mean k);   loss = -sum over tokens of weight A log_pi_t
 
-  Normalised as `tb_vargrad` by default (sum over tokens, mean over responses of the whole batch): where no clamp is active
-  the two gradients are equal. The authors' code divides by the tokens of a micro-batch; aggregate="token_mean" is that, with
-  the whole batch as the micro-batch.
+  Normalised as `tb_vargrad` by default (sum over tokens, mean over responses of the whole batch): where no clamp is
+  active the two gradients are equal. The authors' code divides by the tokens of a micro-batch; aggregate="token_mean"
+  is that, with the whole batch as the micro-batch.
 
   Source: Bartoldson et al. 2025, arXiv:2503.18929, equation 7, and the public code bbartoldson/tba-prime (loss.py at
   71c1716). Differs: mean k is of the current policy, as k is; the code takes it from log-probabilities of the sampler.
