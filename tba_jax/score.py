@@ -1,24 +1,25 @@
 """Scores text with a model: python -m tba_jax.score --model=PATH --input=FILE.jsonl --out=FILE.jsonl [--greedy=N]
 
-Each line of the input is a JSON object with "tokens" (ids), "text", or "prompt" and "response"; other keys are carried along. It comes
-back with
+Each line of the input is a JSON object with "tokens" (ids), "text", or "prompt" and "response"; other keys are carried
+along. It comes back with
     "tokens"          the ids that were scored
-    "token_logprobs"  float32 nats at temperature 1 over the full vocabulary: of every token but the first, or of the response's tokens
-    "greedy"          with --greedy=N: the ids that the model would continue with after all of "tokens", at most N, ending with the
-                      first stop id; made by the cached decoder, so that a difference between it and the scorer can be seen
-Texts and prompts get what the tokenizer puts around a text by itself (for some a begin-of-text id); responses do not. Nothing is trained
-and nothing is sampled here.
+    "token_logprobs"  float32 nats at temperature 1 over the full vocabulary: of every token but the first, or of the
+                      response's tokens alone
+    "greedy"          with --greedy=N: the ids that the model would continue with after all of "tokens", at most N,
+                      ending with the first stop id; made by the cached decoder
+Texts and prompts get what the tokenizer puts around a text by itself (for some a begin-of-text id); responses do not.
+Nothing is trained and nothing is sampled here.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
 import dataclasses
 import functools
 import json
 import os
 import pathlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -49,7 +50,8 @@ class Example:
 def read_examples(path: pathlib.Path, tokenizer: Tokenizer, *, max_tokens: int) -> list[Example]:
   """Reads a .jsonl file; empty lines are skipped.
 
-  Raises: ValueError naming file and line if a line is not JSON, not one of the forms above, or longer than `max_tokens`.
+  Raises: ValueError naming file and line if a line is not JSON, not one of the forms above, or longer than
+    `max_tokens`.
   """
   if not path.is_file():
     raise ValueError(f"{path} is not a file; give a .jsonl file with one JSON object a line.")
@@ -62,7 +64,10 @@ def read_examples(path: pathlib.Path, tokenizer: Tokenizer, *, max_tokens: int) 
       if not example.tokens:
         raise ValueError("there are no tokens; at least one is needed.")
       if len(example.tokens) > max_tokens:
-        raise ValueError(f"{len(example.tokens)} tokens are more than {max_tokens}, the most that the model can take here; shorten the text.")
+        raise ValueError(
+          f"{len(example.tokens)} tokens are more than {max_tokens}, the most that the model can take here; shorten "
+          "the text."
+        )
     except ValueError as error:  # json's own error is one
       raise ValueError(f"{path}, line {number}: {error}") from error
     examples.append(example)
@@ -72,7 +77,11 @@ def read_examples(path: pathlib.Path, tokenizer: Tokenizer, *, max_tokens: int) 
 
 
 def _example(row: Any, tokenizer: Tokenizer) -> Example:
-  forms = [keys for keys in (("tokens",), ("text",), ("prompt", "response")) if isinstance(row, dict) and any(key in row for key in keys)]
+  forms = [
+    keys
+    for keys in (("tokens",), ("text",), ("prompt", "response"))
+    if isinstance(row, dict) and any(key in row for key in keys)
+  ]
   if len(forms) != 1 or not all(key in row for key in forms[0]):
     raise ValueError('a line must be a JSON object with either "tokens", or "text", or "prompt" and "response".')
   wrong = [key for key in forms[0] if key != "tokens" and not isinstance(row[key], str)]
@@ -90,15 +99,17 @@ def _example(row: Any, tokenizer: Tokenizer) -> Example:
     raise ValueError('"tokens" must be a list of integers.')
   outside = [t for t in tokens if not 0 <= t < tokenizer.vocab_size]
   if outside:
-    raise ValueError(f"token id {outside[0]} is outside the model's vocabulary; ids are 0 to {tokenizer.vocab_size - 1}.")
+    raise ValueError(
+      f"token id {outside[0]} is outside the model's vocabulary; ids are 0 to {tokenizer.vocab_size - 1}."
+    )
   return Example(row, tokens, 1)
 
 
 def bucket_batches(rows: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], np.ndarray, np.ndarray]]:
   """Batches of rows of like length.
 
-  Yields: (indices of the rows in it, tokens int32 [B, T] padded on the right, lengths int32 [B]); T is a power of two. Rows beyond the
-    indices only fill the batch: they repeat its first.
+  Yields: (indices of the rows in it, tokens int32 [B, T] padded on the right, lengths int32 [B]); T is a power of two.
+    Rows beyond the indices only fill the batch: they repeat its first.
   """
   buckets: dict[int, list[int]] = {}
   for i, row in enumerate(rows):
@@ -122,7 +133,9 @@ def _score(params: Any, tokens: jax.Array, lengths: jax.Array, *, cfg: ModelConf
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "num_tokens", "dtype"))
-def greedy_tokens(decode_params: Any, tokens: jax.Array, lengths: jax.Array, *, cfg: ModelConfig, num_tokens: int, dtype: Any) -> jax.Array:
+def greedy_tokens(
+  decode_params: Any, tokens: jax.Array, lengths: jax.Array, *, cfg: ModelConfig, num_tokens: int, dtype: Any
+) -> jax.Array:
   """The most likely next token, num_tokens times over, through the cache; stop ids are not heeded.
 
   Args:
@@ -142,19 +155,29 @@ def greedy_tokens(decode_params: Any, tokens: jax.Array, lengths: jax.Array, *, 
 
 
 def score_examples(
-  params: Any, cfg: ModelConfig, tokenizer: Tokenizer, examples: Sequence[Example], *, num_greedy_tokens: int, dtype: Any,
+  params: Any,
+  cfg: ModelConfig,
+  tokenizer: Tokenizer,
+  examples: Sequence[Example],
+  *,
+  num_greedy_tokens: int,
+  dtype: Any,
   console: rich.console.Console,
 ) -> list[dict[str, Any]]:
   """The examples' rows with what the module's docstring says, in their order."""
   results: list[dict[str, Any]] = [{**example.row, "tokens": example.tokens} for example in examples]
   batches = list(bucket_batches([example.tokens for example in examples]))
   decode_params = transformer.unstack(params) if num_greedy_tokens else None
-  for indices, tokens, lengths in rich.progress.track(batches, "scoring", console=console, disable=not console.is_terminal):
+  for indices, tokens, lengths in rich.progress.track(
+    batches, "scoring", console=console, disable=not console.is_terminal
+  ):
     log_p = np.asarray(_score(params, tokens, lengths, cfg=cfg, dtype=dtype))
     for i, row in zip(indices, log_p, strict=False):  # rows that fill the batch come last
       results[i]["token_logprobs"] = row[examples[i].start : len(examples[i].tokens)].tolist()
     if num_greedy_tokens:
-      chosen = np.asarray(greedy_tokens(decode_params, tokens, lengths, cfg=cfg, num_tokens=num_greedy_tokens, dtype=dtype))
+      chosen = np.asarray(
+        greedy_tokens(decode_params, tokens, lengths, cfg=cfg, num_tokens=num_greedy_tokens, dtype=dtype)
+      )
       for i, row in zip(indices, chosen, strict=False):
         results[i]["greedy"] = _up_to_stop(row.tolist(), tokenizer.stop_ids)
   return results
@@ -179,24 +202,40 @@ def run(*, model: str, input_path: pathlib.Path, output_path: pathlib.Path, num_
   cfg, params, tokenizer = load_model(model, dtype=dtype)
   examples = read_examples(input_path, tokenizer, max_tokens=cfg.max_positions - num_greedy_tokens)
   console = rich.console.Console(stderr=True)
-  results = score_examples(params, cfg, tokenizer, examples, num_greedy_tokens=num_greedy_tokens, dtype=dtype, console=console)
+  results = score_examples(
+    params, cfg, tokenizer, examples, num_greedy_tokens=num_greedy_tokens, dtype=dtype, console=console
+  )
   temporary = output_path.with_name(f".{output_path.name}.tmp")
   temporary.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in results), encoding="utf-8")
   os.replace(temporary, output_path)
-  console.print(f"{len(results)} lines, {sum(len(row['token_logprobs']) for row in results)} tokens scored: {output_path}")
+  console.print(
+    f"{len(results)} lines, {sum(len(row['token_logprobs']) for row in results)} tokens scored: {output_path}"
+  )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
   """The command line; a mistake of the user ends with one line and exit code 1."""
-  parser = argparse.ArgumentParser(prog="python -m tba_jax.score", description="Log-probabilities of given text under a model.")
+  parser = argparse.ArgumentParser(
+    prog="python -m tba_jax.score", description="Log-probabilities of given text under a model."
+  )
   parser.add_argument("--model", required=True, help="model folder, .gguf file, hub name, or package:NAME")
   parser.add_argument("--input", required=True, type=pathlib.Path, help=".jsonl file to score")
   parser.add_argument("--out", required=True, type=pathlib.Path, help=".jsonl file to write")
-  parser.add_argument("--greedy", type=int, default=0, metavar="N", help="also continue each line greedily by up to N tokens")
-  parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of parameters and computation")
+  parser.add_argument(
+    "--greedy", type=int, default=0, metavar="N", help="also continue each line greedily by up to N tokens"
+  )
+  parser.add_argument(
+    "--dtype", choices=("float32", "bfloat16"), default="float32", help="of parameters and computation"
+  )
   args = parser.parse_args(argv)
   try:
-    run(model=args.model, input_path=args.input, output_path=args.out, num_greedy_tokens=args.greedy, dtype=jnp.dtype(args.dtype))
+    run(
+      model=args.model,
+      input_path=args.input,
+      output_path=args.out,
+      num_greedy_tokens=args.greedy,
+      dtype=jnp.dtype(args.dtype),
+    )
   except ValueError as error:
     raise SystemExit(f"error: {error}") from error
 

@@ -1,10 +1,11 @@
 """Text to token ids and back, with the ids that end a response.
 
-A thin, frozen wrapper around a transformers fast tokenizer. It exists because four things go wrong when that object is used directly:
-truncation or padding saved in tokenizer.json silently applies to every text; a model may stop on several ids, of which the tokenizer
-knows one; the embedding often has more rows than the tokenizer has ids, or fewer; and encoding through transformers changes shared
-state, which is not safe from several searcher threads. Nothing here pads: padding is by position everywhere (a pad token may be
-absent, equal to the end of text, or outside the embedding, and it makes no difference).
+A thin, frozen wrapper around a transformers fast tokenizer. It exists because four things go wrong when that object is
+used directly: truncation or padding saved in tokenizer.json silently applies to every text; a model may stop on several
+ids, of which the tokenizer knows one; the embedding often has more rows than the tokenizer has ids, or fewer; and
+encoding through transformers changes shared state, which is not safe from several searcher threads. Nothing here pads:
+padding is by position everywhere (a pad token may be absent, equal to the end of text, or outside the embedding, and it
+makes no difference).
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 class Tokenizer:
   """Fast tokenizer with its stop ids. Safe to share between threads.
 
-  `vocab_size` is one more than the largest id that `encode` may give; the loader of a model lowers it to the model's own limit.
+  `vocab_size` is one more than the largest id that `encode` may give; the loader of a model lowers it to the model's
+  own limit.
   """
 
   hf: transformers.PreTrainedTokenizerFast
@@ -43,7 +45,8 @@ class Tokenizer:
     if ids and max(ids) >= self.vocab_size:
       worst = max(ids)
       raise ValueError(
-        f"the text holds token {self.hf.convert_ids_to_tokens(worst)!r} with id {worst}, but the model has embeddings for ids below "
+        f"the text holds token {self.hf.convert_ids_to_tokens(worst)!r} with id {worst}, but the model has embeddings "
+        "for ids below "
         f"{self.vocab_size} only; remove that token from the text, or use the tokenizer that belongs to the model."
       )
     return ids
@@ -69,14 +72,16 @@ class Tokenizer:
     """
     if not self.has_chat_template:
       raise ValueError(
-        "this tokenizer has no chat template (a base model's often has none); give the prompt as plain text instead, or load an "
-        "instruction-tuned model."
+        "this tokenizer has no chat template (a base model's often has none); give the prompt as plain text instead, "
+        "or load an instruction-tuned model."
       )
     # Through text rather than tokenize=True: the same ids, and the ids go through the one encode above with its checks.
-    return self.encode(self.hf.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=True))
+    return self.encode(
+      self.hf.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=True)
+    )
 
   def save(self, folder: str | pathlib.Path) -> None:
-    """Writes the tokenizer's files and a generation_config.json with the stop ids; `load_tokenizer` gives the same tokenizer back."""
+    """Writes the tokenizer's files, and the stop ids to generation_config.json; `load_tokenizer` reads them back."""
     folder = pathlib.Path(folder)
     self.hf.save_pretrained(folder)
     config: dict[str, Any] = {"eos_token_id": list(self.stop_ids)}
@@ -98,7 +103,8 @@ def make_tokenizer(hf: transformers.PreTrainedTokenizerFast, *, stop_ids: Iterab
   backend = getattr(hf, "backend_tokenizer", None)
   if backend is None:
     raise ValueError(
-      f"{source}: {type(hf).__name__} is not a fast tokenizer; convert it once with transformers and save its tokenizer.json."
+      f"{source}: {type(hf).__name__} is not a fast tokenizer; convert it once with transformers and save its "
+      "tokenizer.json."
     )
   backend.no_truncation()
   backend.no_padding()
@@ -108,8 +114,8 @@ def make_tokenizer(hf: transformers.PreTrainedTokenizerFast, *, stop_ids: Iterab
     stops.add(int(hf.eos_token_id))
   if not stops:
     raise ValueError(
-      f"{source}: the tokenizer has no eos_token and generation_config.json names no eos_token_id, so no response could ever end; "
-      f"give extra_stop_ids."
+      f"{source}: the tokenizer has no eos_token and generation_config.json names no eos_token_id, so no response "
+      "could ever end; give extra_stop_ids."
     )
   outside = sorted(i for i in stops if not 0 <= i < vocab_size)
   if outside:
@@ -118,17 +124,23 @@ def make_tokenizer(hf: transformers.PreTrainedTokenizerFast, *, stop_ids: Iterab
 
 
 def load_tokenizer(folder: str | pathlib.Path, extra_stop_ids: Iterable[int] = ()) -> Tokenizer:
-  """Loads the tokenizer of a model folder. The stop ids are its end of text, those of generation_config.json, and `extra_stop_ids`.
+  """Loads the tokenizer of a model folder.
+
+  The stop ids are its end of text, those of generation_config.json, and `extra_stop_ids`.
 
   Never runs code from the folder and never asks the network.
   Raises: ValueError if the folder holds no tokenizer, one that cannot be read, or stop ids that are not its own.
   """
   folder = pathlib.Path(folder)
   if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-    raise ValueError(f"{folder} holds no tokenizer: none of {', '.join(_TOKENIZER_FILES)} is there; copy the model's tokenizer.json into it.")
+    raise ValueError(
+      f"{folder} holds no tokenizer: none of {', '.join(_TOKENIZER_FILES)} is there; copy the model's tokenizer.json "
+      "into it."
+    )
   stop_ids = {*extra_stop_ids, *_generation_stop_ids(folder / "generation_config.json")}
-  # tokenizer.json is taken as it stands. The classes that AutoTokenizer picks by model_type may put their own splitting of words in place
-  # of the file's (transformers 5.24 does so for qwen2), and then the ids differ from those that the model was trained on.
+  # tokenizer.json is taken as it stands. The classes that AutoTokenizer picks by model_type may put their own splitting
+  # of words in place of the file's (transformers 5.24 does so for qwen2), and then the ids differ from those that the
+  # model was trained on.
   loader = transformers.PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else transformers.AutoTokenizer
   try:
     hf = loader.from_pretrained(folder, trust_remote_code=False, local_files_only=True)

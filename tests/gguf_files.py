@@ -1,11 +1,12 @@
-"""Writes GGUF files as llama.cpp's converter does, and dequantises by the letter of ggml's block layouts. Not a test module."""
+"""Writes GGUF files as llama.cpp's converter does, and dequantises by the letter of ggml's block layouts. Not a test
+module."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 import json
 import pathlib
 import struct
+from collections.abc import Mapping
 from typing import Any
 
 import gguf
@@ -26,7 +27,9 @@ def byte_level_metadata(*, num_rows: int = 0, pre: str = "gpt-2") -> dict[str, A
     "tokenizer.ggml.model": "gpt2",
     "tokenizer.ggml.pre": pre,
     "tokenizer.ggml.tokens": vocab + padding,
-    "tokenizer.ggml.token_type": [CONTROL] * num_special + [NORMAL] * (len(vocab) - num_special) + [UNUSED] * len(padding),
+    "tokenizer.ggml.token_type": [CONTROL] * num_special
+    + [NORMAL] * (len(vocab) - num_special)
+    + [UNUSED] * len(padding),
     "tokenizer.ggml.merges": [" ".join(merge) for merge in state["model"]["merges"]],
     "tokenizer.ggml.bos_token_id": 1,
     "tokenizer.ggml.eos_token_id": 0,
@@ -36,7 +39,11 @@ def byte_level_metadata(*, num_rows: int = 0, pre: str = "gpt-2") -> dict[str, A
   }
 
 
-def write(path: pathlib.Path, metadata: Mapping[str, Any], tensors: Mapping[str, np.ndarray | tuple[bytes, str, tuple[int, ...]]]) -> pathlib.Path:
+def write(
+  path: pathlib.Path,
+  metadata: Mapping[str, Any],
+  tensors: Mapping[str, np.ndarray | tuple[bytes, str, tuple[int, ...]]],
+) -> pathlib.Path:
   """A tensor is an array (f32 or f16) or (bytes of its blocks, name of the type, shape slowest dimension first)."""
   writer = gguf.GGUFWriter(path, metadata["general.architecture"])
   for key, value in metadata.items():
@@ -57,7 +64,9 @@ def write(path: pathlib.Path, metadata: Mapping[str, Any], tensors: Mapping[str,
       writer.add_tensor(name, tensor)
     else:
       data, kind, shape = tensor
-      writer.add_tensor(name, np.frombuffer(data, np.uint8).reshape(*shape[:-1], -1), raw_dtype=gguf.GGMLQuantizationType[kind])
+      writer.add_tensor(
+        name, np.frombuffer(data, np.uint8).reshape(*shape[:-1], -1), raw_dtype=gguf.GGMLQuantizationType[kind]
+      )
   writer.write_header_to_file()
   writer.write_kv_data_to_file()
   writer.write_tensors_to_file()
@@ -70,8 +79,16 @@ def f16(data: bytes) -> float:
 
 
 # Bytes of a block, numbers in it, and where its f16 scales are.
-BLOCKS = {"Q4_0": (18, 32, (0,)), "Q4_1": (20, 32, (0, 2)), "Q5_0": (22, 32, (0,)), "Q5_1": (24, 32, (0, 2)), "Q8_0": (34, 32, (0,)),
-          "Q4_K": (144, 256, (0, 2)), "Q5_K": (176, 256, (0, 2)), "Q6_K": (210, 256, (208,))}
+BLOCKS = {
+  "Q4_0": (18, 32, (0,)),
+  "Q4_1": (20, 32, (0, 2)),
+  "Q5_0": (22, 32, (0,)),
+  "Q5_1": (24, 32, (0, 2)),
+  "Q8_0": (34, 32, (0,)),
+  "Q4_K": (144, 256, (0, 2)),
+  "Q5_K": (176, 256, (0, 2)),
+  "Q6_K": (210, 256, (208,)),
+}
 
 
 def random_blocks(kind: str, num_blocks: int, seed: int) -> bytes:

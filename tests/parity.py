@@ -1,4 +1,5 @@
-"""What a test of parity with another implementation needs: in CI a missing package is a failure, elsewhere a skip. Not a test module.
+"""What a test of parity with another implementation needs: in CI a missing package is a failure, elsewhere a skip. Not
+a test module.
 
 A parity test that skips in CI would pass for ever without having compared anything.
 """

@@ -1,12 +1,13 @@
-"""The scoring command: numbers equal an uncached, unpadded pass in numpy; each mistake in a file is said with its line."""
+"""The scoring command: numbers equal an uncached, unpadded pass in numpy; each mistake in a file is said with its
+line."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 import dataclasses
 import functools
 import json
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import tiny
+import tiny_tokenizers
 from tba_jax import score
 from tba_jax.checkpoints.huggingface import save_model
 from tba_jax.models import transformer
-import tiny
-import tiny_tokenizers
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +35,14 @@ def model(tmp_path_factory: pytest.TempPathFactory):
 @functools.partial(jax.jit, static_argnames="cfg")
 def all_logits(params, tokens: jax.Array, *, cfg) -> jax.Array:
   positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-  return transformer.logits(params, cfg, transformer.hidden_states(params, cfg, tokens, positions, jnp.ones_like(tokens), dtype=jnp.float32))[0]
+  return transformer.logits(
+    params, cfg, transformer.hidden_states(params, cfg, tokens, positions, jnp.ones_like(tokens), dtype=jnp.float32)
+  )[0]
 
 
 def distributions(cfg, params, tokens: Sequence[int]) -> np.ndarray:
-  """float64 [T, V] log-probabilities of what follows each token, of one row by itself. What comes after it cannot matter, so it is noise."""
+  """float64 [T, V] log-probabilities of what follows each token, of one row by itself. What comes after it cannot
+  matter, so it is noise."""
   row = np.random.default_rng(len(tokens)).integers(0, 320, (1, 64)).astype(np.int32)
   row[0, : len(tokens)] = tokens
   z = np.asarray(all_logits(params, row, cfg=cfg), np.float64)[: len(tokens)]
@@ -56,7 +60,10 @@ def test_numbers_equal_one_row_at_a_time(model, tmp_path: pathlib.Path):
   folder, cfg, params, tokenizer = model
   rng = np.random.default_rng(0)
   lines = [{"tokens": rng.integers(4, 320, n).tolist(), "id": n} for n in (20, 1, 5, 16, 17, 33, 2, 40, 3)]
-  lines += [{"text": "The answer is 18 dollars."}, {"prompt": "How much does she", "response": " make every day?<|im_end|>", "source": "é"}]
+  lines += [
+    {"text": "The answer is 18 dollars."},
+    {"prompt": "How much does she", "response": " make every day?<|im_end|>", "source": "é"},
+  ]
   results = run(folder, tmp_path, [*lines[:4], "", *lines[4:]])
   assert len(results) == len(lines)
   for line, result in zip(lines, results, strict=True):
@@ -68,7 +75,9 @@ def test_numbers_equal_one_row_at_a_time(model, tmp_path: pathlib.Path):
     expected = [distributions(cfg, params, tokens)[i - 1, tokens[i]] for i in range(start, len(tokens))]
     np.testing.assert_allclose(result["token_logprobs"], expected, atol=2e-5)
     assert all(np.float32(x) == x for x in result["token_logprobs"]) and "greedy" not in result
-  assert len(results[-1]["token_logprobs"]) == len(tokenizer.encode(" make every day?")) + 1  # the stop token is scored as well
+  assert (
+    len(results[-1]["token_logprobs"]) == len(tokenizer.encode(" make every day?")) + 1
+  )  # the stop token is scored as well
 
 
 def test_greedy_equals_an_uncached_loop_and_ends_at_a_stop_id(model, tmp_path: pathlib.Path):
@@ -84,7 +93,9 @@ def test_greedy_equals_an_uncached_loop_and_ends_at_a_stop_id(model, tmp_path: p
 
   expected = [continued(line["tokens"]) for line in lines]
   assert [row["greedy"] for row in run(folder, tmp_path, lines, "--greedy=12")] == expected
-  assert score._up_to_stop([5, 7, 2, 9, 2], tokenizer.stop_ids) == [5, 7, 2] and score._up_to_stop([5, 7], tokenizer.stop_ids) == [5, 7]
+  assert score._up_to_stop([5, 7, 2, 9, 2], tokenizer.stop_ids) == [5, 7, 2] and score._up_to_stop(
+    [5, 7], tokenizer.stop_ids
+  ) == [5, 7]
 
 
 def test_few_shapes_are_compiled(model):
@@ -105,8 +116,8 @@ def test_few_shapes_are_compiled(model):
     ("{", "in.jsonl, line 3: Expecting property name"),
     ("[1]", 'line 3: a line must be a JSON object with either "tokens", or "text"'),
     ({"texts": "a"}, 'line 3: a line must be a JSON object with either "tokens", or "text"'),
-    ({"prompt": "a"}, 'line 3: a line must be a JSON object with either'),
-    ({"text": "a", "tokens": [1]}, 'line 3: a line must be a JSON object with either'),
+    ({"prompt": "a"}, "line 3: a line must be a JSON object with either"),
+    ({"text": "a", "tokens": [1]}, "line 3: a line must be a JSON object with either"),
     ({"text": 7}, 'line 3: "text" must be a string, found int'),
     ({"prompt": "a", "response": None}, 'line 3: "response" must be a string, found NoneType'),
     ({"prompt": "", "response": "a"}, 'line 3: "prompt" is empty'),
@@ -126,7 +137,13 @@ def test_what_is_wrong_with_a_line_is_said(model, tmp_path: pathlib.Path, line: 
 def test_what_is_wrong_with_the_arguments_is_said(model, tmp_path: pathlib.Path):
   folder = model[0]
   (tmp_path / "in.jsonl").write_text("\n")
-  arguments = {"model": str(folder), "input_path": tmp_path / "in.jsonl", "output_path": tmp_path / "out.jsonl", "num_greedy_tokens": 0, "dtype": jnp.float32}
+  arguments = {
+    "model": str(folder),
+    "input_path": tmp_path / "in.jsonl",
+    "output_path": tmp_path / "out.jsonl",
+    "num_greedy_tokens": 0,
+    "dtype": jnp.float32,
+  }
   for change, message in [
     ({}, "holds no lines to score"),
     ({"input_path": tmp_path / "no"}, "no is not a file; give a .jsonl file"),
@@ -143,6 +160,12 @@ def test_padding_rows_and_other_rows_change_nothing(model):
   _, cfg, params, _ = model
   tokens = np.array([[9, 8, 7, 6] + [0] * 12, [5] * 16], np.int32)
   alone = score._score(params, tokens[:1], np.array([4], np.int32), cfg=cfg, dtype=jnp.float32)
-  padded_otherwise = score._score(params, tokens + np.array([[0] * 4 + [3] * 12, [0] * 16], np.int32), np.array([4, 16], np.int32), cfg=cfg, dtype=jnp.float32)
+  padded_otherwise = score._score(
+    params,
+    tokens + np.array([[0] * 4 + [3] * 12, [0] * 16], np.int32),
+    np.array([4, 16], np.int32),
+    cfg=cfg,
+    dtype=jnp.float32,
+  )
   np.testing.assert_allclose(alone[0, :4], padded_otherwise[0, :4], atol=1e-6)
   assert jax.numpy.all(alone[0, 4:] == 0)

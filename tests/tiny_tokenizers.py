@@ -9,8 +9,12 @@ import transformers
 
 from tba_jax.tokenizer import Tokenizer, make_tokenizer
 
-TEXTS = ("Janet has 16 eggs a day, she eats 3 and sells the rest.", "How much does she make every day?", "The answer is 18 dollars.",
-         "16 16 16 16")
+TEXTS = (
+  "Janet has 16 eggs a day, she eats 3 and sells the rest.",
+  "How much does she make every day?",
+  "The answer is 18 dollars.",
+  "16 16 16 16",
+)
 CHAT_TEMPLATE = (
   "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
   "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -24,7 +28,10 @@ def byte_level_backend() -> tokenizers.Tokenizer:
   backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
   backend.decoder = tokenizers.decoders.ByteLevel()
   trainer = tokenizers.trainers.BpeTrainer(
-    vocab_size=320, special_tokens=list(SPECIALS), initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()), show_progress=False
+    vocab_size=320,
+    special_tokens=list(SPECIALS),
+    initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+    show_progress=False,
   )
   backend.train_from_iterator(TEXTS, trainer)
   return backend
@@ -32,7 +39,9 @@ def byte_level_backend() -> tokenizers.Tokenizer:
 
 def byte_level(**special: str) -> transformers.PreTrainedTokenizerFast:
   """A fast tokenizer; `special` are roles such as eos_token="<|im_end|>"."""
-  return transformers.PreTrainedTokenizerFast(tokenizer_object=byte_level_backend(), clean_up_tokenization_spaces=False, **special)
+  return transformers.PreTrainedTokenizerFast(
+    tokenizer_object=byte_level_backend(), clean_up_tokenization_spaces=False, **special
+  )
 
 
 def chat_tokenizer() -> Tokenizer:

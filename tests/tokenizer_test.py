@@ -10,8 +10,8 @@ import pathlib
 import pytest
 import tokenizers
 
-from tba_jax.tokenizer import load_tokenizer, make_tokenizer
 import tiny_tokenizers
+from tba_jax.tokenizer import load_tokenizer, make_tokenizer
 
 TEXT = "  Janet's 16 eggs ,  a  day !\n\n\tÉté 🙂 <|im_end|> 1,000.50"
 IM_END, END_OF_TEXT, PAD = 2, 0, 3
@@ -22,13 +22,17 @@ def test_ids_equal_transformers_and_text_comes_back_exactly():
   tokenizer = make_tokenizer(hf, source="here")
   expected = tiny_tokenizers.byte_level(eos_token="<|im_end|>")(TEXT, add_special_tokens=False)["input_ids"]
   assert tokenizer.encode(TEXT) == expected
-  assert tokenizer.decode(expected) == TEXT.replace("<|im_end|>", "")  # only special tokens are left out, no space is tidied away
+  assert tokenizer.decode(expected) == TEXT.replace(
+    "<|im_end|>", ""
+  )  # only special tokens are left out, no space is tidied away
   assert tokenizer.vocab_size == 320
 
 
 def test_begin_of_text_only_when_asked():
   hf = tiny_tokenizers.byte_level(bos_token="<|im_start|>", eos_token="<|im_end|>")
-  hf.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)])
+  hf.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+    single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)]
+  )
   tokenizer = make_tokenizer(hf, source="here")
   assert tokenizer.encode("a", add_special_tokens=True) == [1, *tokenizer.encode("a")]
   assert tokenizer.encode("a") == [hf.convert_tokens_to_ids("a")] and tokenizer.bos_id == 1
@@ -46,7 +50,9 @@ def test_truncation_and_padding_saved_with_the_tokenizer_do_not_apply(tmp_path: 
 def test_stop_ids_unite_tokenizer_generation_config_and_extra(tmp_path: pathlib.Path):
   tiny_tokenizers.save(tmp_path, eos_token="<|im_end|>")
   assert load_tokenizer(tmp_path).stop_ids == (IM_END,)
-  (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [END_OF_TEXT, IM_END], "temperature": 0.6}))
+  (tmp_path / "generation_config.json").write_text(
+    json.dumps({"eos_token_id": [END_OF_TEXT, IM_END], "temperature": 0.6})
+  )
   assert load_tokenizer(tmp_path).stop_ids == (END_OF_TEXT, IM_END)
   assert load_tokenizer(tmp_path, extra_stop_ids=(PAD, 9)).stop_ids == (END_OF_TEXT, IM_END, PAD, 9)
   (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
@@ -55,7 +61,9 @@ def test_stop_ids_unite_tokenizer_generation_config_and_extra(tmp_path: pathlib.
   assert load_tokenizer(tmp_path).stop_ids == (IM_END,)
 
 
-@pytest.mark.parametrize("special", [{}, {"pad_token": "<|im_end|>"}, {"pad_token": "<|pad|>"}, {"pad_token": "<added pad>"}])
+@pytest.mark.parametrize(
+  "special", [{}, {"pad_token": "<|im_end|>"}, {"pad_token": "<|pad|>"}, {"pad_token": "<added pad>"}]
+)
 def test_pad_token_makes_no_difference(tmp_path: pathlib.Path, special: dict[str, str]):
   tokenizer = load_tokenizer(tiny_tokenizers.save(tmp_path, eos_token="<|im_end|>", **special))
   assert tokenizer.encode(TEXT) == tiny_tokenizers.byte_level_backend().encode(TEXT).ids
@@ -74,8 +82,13 @@ def test_saved_tokenizer_comes_back_whole(tmp_path: pathlib.Path):
   assert again.chat(messages) == tokenizer.chat(messages)
 
 
-@pytest.mark.parametrize(("tokenizer_class", "model_type"), [("PreTrainedTokenizerFast", "qwen2"), ("Qwen2Tokenizer", "llama"), ("GemmaTokenizer", "llama")])
-def test_tokenizer_file_counts_whatever_class_the_folder_names(tmp_path: pathlib.Path, tokenizer_class: str, model_type: str):
+@pytest.mark.parametrize(
+  ("tokenizer_class", "model_type"),
+  [("PreTrainedTokenizerFast", "qwen2"), ("Qwen2Tokenizer", "llama"), ("GemmaTokenizer", "llama")],
+)
+def test_tokenizer_file_counts_whatever_class_the_folder_names(
+  tmp_path: pathlib.Path, tokenizer_class: str, model_type: str
+):
   # With AutoTokenizer the first two give other ids and the third does not load.
   tiny_tokenizers.save(tmp_path, eos_token="<|im_end|>")
   config = json.loads((tmp_path / "tokenizer_config.json").read_text())
@@ -87,9 +100,13 @@ def test_tokenizer_file_counts_whatever_class_the_folder_names(tmp_path: pathlib
 def test_chat_equals_transformers_and_opens_the_assistants_turn():
   tokenizer = tiny_tokenizers.chat_tokenizer()
   messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How much?"}]
-  expected = tokenizer.hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
+  expected = tokenizer.hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)[
+    "input_ids"
+  ]
   assert tokenizer.has_chat_template and tokenizer.chat(messages) == list(expected)
-  assert tokenizer.chat(messages)[0] == 1 and tokenizer.hf.decode(tokenizer.chat(messages)).endswith("<|im_start|>assistant\n")
+  assert tokenizer.chat(messages)[0] == 1 and tokenizer.hf.decode(tokenizer.chat(messages)).endswith(
+    "<|im_start|>assistant\n"
+  )
 
 
 def test_one_tokenizer_serves_many_threads():
@@ -109,9 +126,14 @@ def test_no_chat_template_is_said():
 
 
 def test_token_without_an_embedding_is_refused():
-  tokenizer = dataclasses.replace(make_tokenizer(tiny_tokenizers.byte_level(eos_token="<|im_end|>", pad_token="<added pad>"), source="here"), vocab_size=320)
+  tokenizer = dataclasses.replace(
+    make_tokenizer(tiny_tokenizers.byte_level(eos_token="<|im_end|>", pad_token="<added pad>"), source="here"),
+    vocab_size=320,
+  )
   assert tokenizer.encode("a fine text")
-  with pytest.raises(ValueError, match=r"token '<added pad>' with id 320, but the model has embeddings for ids below 320 only"):
+  with pytest.raises(
+    ValueError, match=r"token '<added pad>' with id 320, but the model has embeddings for ids below 320 only"
+  ):
     tokenizer.encode("a text with <added pad>")
 
 
@@ -121,8 +143,14 @@ def test_token_without_an_embedding_is_refused():
     (lambda d: (d / "tokenizer.json").unlink(), "holds no tokenizer: none of tokenizer.json"),
     (lambda d: (d / "tokenizer.json").write_text("{"), "the tokenizer cannot be loaded"),
     (lambda d: (d / "generation_config.json").write_text("{"), "generation_config.json is not valid JSON"),
-    (lambda d: (d / "generation_config.json").write_text('{"eos_token_id": ["<eos>"]}'), "list of integers, found '<eos>'"),
-    (lambda d: (d / "generation_config.json").write_text('{"eos_token_id": [999]}'), r"stop ids \[999\] are not ids of the tokenizer, whose ids are 0 to 319"),
+    (
+      lambda d: (d / "generation_config.json").write_text('{"eos_token_id": ["<eos>"]}'),
+      "list of integers, found '<eos>'",
+    ),
+    (
+      lambda d: (d / "generation_config.json").write_text('{"eos_token_id": [999]}'),
+      r"stop ids \[999\] are not ids of the tokenizer, whose ids are 0 to 319",
+    ),
     (lambda d: (d / "tokenizer_config.json").write_text("{}"), "no response could ever end; give extra_stop_ids"),
   ],
 )

@@ -1,8 +1,10 @@
-"""Reads a GGUF file as if it were a Hugging Face model folder: a config.json dict, tensors under Hugging Face names, and a tokenizer.
+"""Reads a GGUF file as if it were a Hugging Face model folder: a config.json dict, tensors under Hugging Face names,
+and a tokenizer.
 
-Quantised tensors are dequantised to float32 one at a time by the `gguf` package. Import only: nothing is written in this format, and
-weights are never kept quantised. The conventions undone here are those of llama.cpp's converter: rows of the q and k projections of
-arch "llama" are interleaved for its rotary embedding, and Gemma's norm weights carry the 1 that Hugging Face adds at run time.
+Quantised tensors are dequantised to float32 one at a time by the `gguf` package. Import only: nothing is written in
+this format, and weights are never kept quantised. The conventions undone here are those of llama.cpp's converter: rows
+of the q and k projections of arch "llama" are interleaved for its rotary embedding, and Gemma's norm weights carry the
+1 that Hugging Face adds at run time.
 """
 
 from __future__ import annotations
@@ -57,7 +59,12 @@ _GEMMA_NORMS = {
 
 # Llama 3.1 to 3.3 store their rotary scaling as 1/frequency factors; these two settings are all that Meta released.
 _LLAMA3_ROPE_FACTORS = (8.0, 32.0)
-_LLAMA3_ROPE = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_LLAMA3_ROPE = {
+  "rope_type": "llama3",
+  "low_freq_factor": 1.0,
+  "high_freq_factor": 4.0,
+  "original_max_position_embeddings": 8192,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +79,9 @@ class GgufModel:
 def read_gguf(path: str | pathlib.Path) -> GgufModel:
   """Opens a GGUF file of a Llama, Qwen2 or Gemma 3 model. Tensors are read later, one by one.
 
-  Raises: ValueError if the file is missing, damaged, split in parts, of another architecture, uses another quantisation than
-    F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, or holds metadata or tensors whose meaning is not known here.
+  Raises: ValueError if the file is missing, damaged, split in parts, of another architecture, uses another quantisation
+    than F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, or holds metadata or tensors whose meaning is
+    not known here.
   """
   path = pathlib.Path(path)
   if not path.is_file():
@@ -83,19 +91,23 @@ def read_gguf(path: str | pathlib.Path) -> GgufModel:
     metadata = {name: field.contents() for name, field in reader.fields.items()}
   # The reader checks nothing: a cut or damaged file shows as whatever the wrong bytes happen to break.
   except (ValueError, IndexError, KeyError, OverflowError, TypeError, UnicodeDecodeError) as error:
-    raise ValueError(f"{path} is not a complete GGUF file ({type(error).__name__}: {error}); copy or download it again.") from error
+    raise ValueError(
+      f"{path} is not a complete GGUF file ({type(error).__name__}: {error}); copy or download it again."
+    ) from error
   arch = _required(metadata, "general.architecture", path)
   if arch not in _ARCHITECTURES:
     raise ValueError(f"{path}: architecture {arch!r} is not supported; supported are {', '.join(_ARCHITECTURES)}.")
   if "split.count" in metadata and metadata["split.count"] > 1:
-    raise ValueError(f"{path} is one of {metadata['split.count']} parts; merge them into one file with llama.cpp's gguf-split --merge.")
+    raise ValueError(
+      f"{path} is one of {metadata['split.count']} parts; merge them into one file with llama.cpp's gguf-split --merge."
+    )
 
   raw = {tensor.name: tensor for tensor in reader.tensors}
   for tensor in reader.tensors:
     if tensor.tensor_type.name not in _QUANT_TYPES:
       raise ValueError(
         f"{path}: tensor {tensor.name} is of type {tensor.tensor_type.name}; supported are {', '.join(_QUANT_TYPES)}. "
-        f"Take a file quantised as one of these (Q8_0 is closest to the original)."
+        "Take a file quantised as one of these (Q8_0 is closest to the original)."
       )
   rope_freqs = raw.pop("rope_freqs.weight", None)
   config = _config(arch, metadata, raw, None if rope_freqs is None else _dequantise(rope_freqs), path)
@@ -107,7 +119,9 @@ def read_gguf(path: str | pathlib.Path) -> GgufModel:
 
 def _required(metadata: Mapping[str, Any], key: str, path: pathlib.Path) -> Any:
   if key not in metadata:
-    raise ValueError(f"{path}: metadata key {key} is missing; the file was not written by llama.cpp's converter, or is damaged.")
+    raise ValueError(
+      f"{path}: metadata key {key} is missing; the file was not written by llama.cpp's converter, or is damaged."
+    )
   return metadata[key]
 
 
@@ -116,7 +130,9 @@ def _huggingface_name(name: str, arch: str, path: pathlib.Path) -> str:
   names = {**_TENSOR_NAMES, **(_GEMMA_NORMS if arch == "gemma3" else _FFN_NORM)}
   stem = layer.group(2) if layer else name
   if stem not in names or ("{}" in names[stem]) != bool(layer):
-    raise ValueError(f"{path}: tensor {name} is not part of a dense {arch} model as known here; this file cannot be loaded.")
+    raise ValueError(
+      f"{path}: tensor {name} is not part of a dense {arch} model as known here; this file cannot be loaded."
+    )
   return names[stem].format(layer.group(1)) if layer else names[stem]
 
 
@@ -144,7 +160,7 @@ def _tensor(tensor: gguf.ReaderTensor, name: str, arch: str, config: Mapping[str
 
 
 def _undo_rope_interleave(weights: np.ndarray, num_heads: int) -> np.ndarray:
-  """Rows of each head from (first, second half) pairs, as llama.cpp rotates, back to halves, as Hugging Face does. [N H, ...]."""
+  """Rows [N H, ...] of each head: llama.cpp keeps the two entries that turn together side by side, Hugging Face apart."""
   half = weights.shape[0] // num_heads // 2
   return weights.reshape(num_heads, half, 2, *weights.shape[1:]).swapaxes(1, 2).reshape(weights.shape)
 
@@ -152,14 +168,14 @@ def _undo_rope_interleave(weights: np.ndarray, num_heads: int) -> np.ndarray:
 def _config(
   arch: str, metadata: Mapping[str, Any], raw: Mapping[str, Any], rope_freqs: np.ndarray | None, path: pathlib.Path
 ) -> dict[str, Any]:
-  """The config.json that the model had before conversion. Every "arch." key is either used, checked, or refused by name."""
+  """The config.json that the model had before conversion. Each key of the architecture is used, checked, or refused."""
   left = {key[len(arch) + 1 :]: value for key, value in metadata.items() if key.startswith(arch + ".")}
 
   def take(key: str) -> Any:
     if key not in left:
       raise ValueError(f"{path}: metadata key {arch}.{key} is missing; the file cannot be loaded.")
     value = left.pop(key)
-    # Shortest decimal that is this float32: 1e-05 rather than 9.999999747378752e-06, so that it equals the original config.
+    # Shortest decimal that is this float32: 1e-05, as in the original config, rather than 9.999999747378752e-06.
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
   def take_or(key: str, default: Any) -> Any:
@@ -199,8 +215,10 @@ def _config(
     config["rope_scaling"] = scaling
   config |= _FAMILY[arch](config, raw, take, take_or)
   if left:
-    raise ValueError(f"{path}: metadata keys {', '.join(f'{arch}.{key}' for key in sorted(left))} are not known here, and ignoring them "
-                     f"could give a wrong model.")
+    raise ValueError(
+      f"{path}: metadata keys {', '.join(f'{arch}.{key}' for key in sorted(left))} are not known here; "
+      "ignoring them could give a wrong model."
+    )
   return config
 
 
@@ -216,31 +234,47 @@ def _rope_scaling(
     if np.allclose(rope_freqs, _llama3_divisors(config["rope_theta"], config["head_dim"], factor), rtol=1e-3):
       return {**_LLAMA3_ROPE, "factor": factor}
   raise ValueError(
-    f"{path}: rope_freqs.weight is not that of a released Llama 3.1, 3.2 or 3.3 model, so its rope_scaling cannot be told; load the "
-    f"original safetensors folder instead."
+    f"{path}: rope_freqs.weight is not that of a released Llama 3.1, 3.2 or 3.3 model, so its rope_scaling cannot be "
+    "told; load the original safetensors folder instead."
   )
 
 
 def _llama3_divisors(theta: float, head_dim: int, factor: float) -> np.ndarray:
-  """By how much Llama 3 slows each rotary frequency: 1 for short wavelengths, `factor` for long ones, smooth between. f64 [H / 2]."""
+  """By how much Llama 3 slows each rotary frequency, f64 [H / 2]: from 1 for short wavelengths to `factor` for long."""
   wavelengths = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
-  low, high, length = _LLAMA3_ROPE["low_freq_factor"], _LLAMA3_ROPE["high_freq_factor"], _LLAMA3_ROPE["original_max_position_embeddings"]
+  low, high, length = (
+    _LLAMA3_ROPE["low_freq_factor"],
+    _LLAMA3_ROPE["high_freq_factor"],
+    _LLAMA3_ROPE["original_max_position_embeddings"],
+  )
   smooth = np.clip((length / wavelengths - low) / (high - low), 0, 1)
   return 1 / ((1 - smooth) / factor + smooth)
 
 
 def _llama_fields(config: Mapping[str, Any], raw: Mapping[str, Any], take: _Take, take_or: _TakeOr) -> dict[str, Any]:
   biases = "blk.0.attn_q.bias" in raw
-  return {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "attention_bias": biases, "mlp_bias": False}
+  return {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_act": "silu",
+    "attention_bias": biases,
+    "mlp_bias": False,
+  }
 
 
 def _qwen2_fields(config: Mapping[str, Any], raw: Mapping[str, Any], take: _Take, take_or: _TakeOr) -> dict[str, Any]:
-  return {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_act": "silu", "use_sliding_window": False}
+  return {
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_act": "silu",
+    "use_sliding_window": False,
+  }
 
 
 def _gemma3_fields(config: Mapping[str, Any], raw: Mapping[str, Any], take: _Take, take_or: _TakeOr) -> dict[str, Any]:
-  # Mostly not in the file, for llama.cpp has it in its code: every sixth layer attends globally, local layers rotate with base 10000,
-  # and queries are scaled by the head width except in the 27B model (62 layers), where it is width / heads.
+  # Mostly not in the file, for llama.cpp has it in its code: every sixth layer attends globally, local layers rotate
+  # with base 10000, and queries are scaled by the head width except in the 27B model (62 layers), where it is width /
+  # heads.
   num_layers = config["num_hidden_layers"]
   is_27b = num_layers == 62
   pattern = take_or("attention.sliding_window_pattern", 6)

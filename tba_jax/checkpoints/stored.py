@@ -1,6 +1,7 @@
 """Tensors on disk under their Hugging Face names: listed and checked first, read one at a time later.
 
-Opens the safetensors files of a model folder. Pickled weights are refused: unpickling runs whatever code the file holds.
+Opens the safetensors files of a model folder. Pickled weights are refused: unpickling runs whatever code the file
+holds.
 """
 
 from __future__ import annotations
@@ -41,12 +42,14 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 def open_safetensors(folder: pathlib.Path) -> dict[str, StoredTensor]:
   """Lists the tensors of model.safetensors, or of the shards that model.safetensors.index.json names.
 
-  Raises: ValueError if there are no such files, only pickled ones, files that are cut or damaged, a tensor in two shards, an index that
-    disagrees with its shards, or a tensor that is not float32, float16 or bfloat16.
+  Raises: ValueError if there are no such files, only pickled ones, files that are cut or damaged, a tensor in two
+    shards, an index that disagrees with its shards, or a tensor that is not float32, float16 or bfloat16.
   """
   single, index = folder / _SINGLE, folder / _INDEX
   if single.is_file() and index.is_file():
-    raise ValueError(f"{folder} holds both {_SINGLE} and {_INDEX}, which may be two different models; remove one of them.")
+    raise ValueError(
+      f"{folder} holds both {_SINGLE} and {_INDEX}, which may be two different models; remove one of them."
+    )
   if single.is_file():
     return _open_file(single)
   if not index.is_file():
@@ -62,21 +65,28 @@ def open_safetensors(folder: pathlib.Path) -> dict[str, StoredTensor]:
     shard = _open_file(folder / name)
     doubled = sorted(set(shard) & set(tensors))
     if doubled:
-      raise ValueError(f"{folder}: tensor {doubled[0]} is in two shards ({len(doubled)} such); this is not one checkpoint.")
+      raise ValueError(
+        f"{folder}: tensor {doubled[0]} is in two shards ({len(doubled)} such); this is not one checkpoint."
+      )
     tensors |= shard
     listed = {tensor for tensor, file in weight_map.items() if file == name}
     if listed != set(shard):
       wrong = sorted(listed ^ set(shard))
-      raise ValueError(f"{index} and {name} disagree about {len(wrong)} tensors, the first of which is {wrong[0]}; the folder mixes two "
-                       f"checkpoints or is incomplete.")
+      raise ValueError(
+        f"{index} and {name} disagree about {len(wrong)} tensors, the first of which is {wrong[0]}; the folder mixes "
+        "two checkpoints or is incomplete."
+      )
   return tensors
 
 
 def _no_weights(folder: pathlib.Path) -> str:
   pickled = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for p in folder.glob(pattern))
   if pickled:
-    return (f"{folder} holds only pickled weights ({pickled[0]}). They are refused: a pickle runs code when it is loaded. Convert it once "
-            f"where you trust it, with transformers' from_pretrained and save_pretrained, which writes safetensors.")
+    return (
+      f"{folder} holds only pickled weights ({pickled[0]}). They are refused: a pickle runs code when it is loaded. "
+      "Convert it once "
+      "where you trust it, with transformers' from_pretrained and save_pretrained, which writes safetensors."
+    )
   return f"{folder} holds no weights: neither {_SINGLE} nor {_INDEX} is there."
 
 
@@ -87,8 +97,10 @@ def _open_file(path: pathlib.Path) -> dict[str, StoredTensor]:
       for name in file.keys():
         part = file.get_slice(name)
         if part.get_dtype() not in _DTYPES:
-          raise ValueError(f"{path}: tensor {name} is of type {part.get_dtype()}; supported are {', '.join(_DTYPES)}. Quantised "
-                           f"checkpoints must be converted to one of these first.")
+          raise ValueError(
+            f"{path}: tensor {name} is of type {part.get_dtype()}; supported are {', '.join(_DTYPES)}. Quantised "
+            "checkpoints must be converted to one of these first."
+          )
         tensors[name] = StoredTensor(tuple(part.get_shape()), _reader(path, name))
   except safetensors.SafetensorError as error:
     raise ValueError(f"{path} is cut or damaged ({error}); copy or download it again.") from error
@@ -97,7 +109,8 @@ def _open_file(path: pathlib.Path) -> dict[str, StoredTensor]:
 
 def _reader(path: pathlib.Path, name: str) -> Callable[[], np.ndarray]:
   def read() -> np.ndarray:
-    # Opened anew each time: pages of an open mapping would stay counted against this process until the whole model is read.
+    # Opened anew each time: pages of an open mapping would stay counted against this process until the whole model is
+    # read.
     with safetensors.safe_open(path, framework="np") as file:
       return file.get_tensor(name)
 
