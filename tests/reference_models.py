@@ -18,7 +18,8 @@ transformers = require("transformers")
 
 _SMALL = dict(hidden_size=48, intermediate_size=40, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2, vocab_size=131)
 _SIZES = {name: _SMALL[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")}
-_GEMMA = dict(_SMALL, head_dim=10, query_pre_attn_scalar=7, num_hidden_layers=4, sliding_window=8)
+# Without a pad_token_id, for torch gives the row of that id no gradient.
+_GEMMA = dict(_SMALL, head_dim=10, query_pre_attn_scalar=7, num_hidden_layers=4, sliding_window=8, pad_token_id=None)
 
 # Name of a case -> model_type and fields of its config.json. Windows are shorter than the sequences they meet, sizes are odd where they
 # may be, so that a wrong axis, a missed option or a default read for a value changes the numbers.

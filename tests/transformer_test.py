@@ -17,6 +17,8 @@ from tba_jax.models.heads import token_logprobs
 torch = require("torch")
 
 VOCAB_SIZE, LENGTH = 131, 64
+# Decoding shares its maths with scoring; what it adds (cache, windows, two rotations, learned positions) is in these.
+DECODED = ("llama", "llama-biases", "mistral", "qwen2-window", "qwen3", "gemma", "gemma2", "gemma3", "gpt_neox", "gpt2")
 
 
 @functools.lru_cache(maxsize=None)
@@ -64,7 +66,9 @@ def test_logprobs_of_padded_and_packed_rows_equal_those_of_transformers(case):
   np.testing.assert_allclose(entropy, expected_entropy, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("case", reference_models.CASES)
+@pytest.mark.parametrize("case", [
+  pytest.param(case, marks=[] if case in DECODED else pytest.mark.slow) for case in reference_models.CASES
+])
 def test_greedy_decoding_equals_transformers_and_the_uncached_forward(case):
   model, cfg, params = both(case)
   num_new, num_slots = 12, 40
@@ -90,3 +94,142 @@ def test_greedy_decoding_equals_transformers_and_the_uncached_forward(case):
     np.testing.assert_array_equal(produced[row], generated[0, length:].numpy())
     uncached = reference_models.reference_logits(model, generated.numpy())[0, length - 1 :]
     np.testing.assert_allclose(seen[row], uncached, rtol=0, atol=5e-5)
+
+
+@pytest.mark.parametrize("case", ["llama", "gpt2", "gemma3"])
+def test_ids_under_padding_change_nothing_and_a_row_of_padding_is_finite(case):
+  _, cfg, params = both(case)
+  rng = np.random.default_rng(2)
+  tokens = rng.integers(0, VOCAB_SIZE, (3, 16)).astype(np.int32)
+  positions = np.broadcast_to(np.arange(16, dtype=np.int32), tokens.shape)
+  segment_ids = np.ones_like(tokens)
+  segment_ids[0, 11:], segment_ids[1, :5], segment_ids[2] = 0, 0, 0
+  forward = jax.jit(functools.partial(transformer.hidden_states, cfg=cfg, dtype=jnp.float32))
+  other = np.where(segment_ids == 0, np.array([-1, 10**6, 3])[rng.integers(0, 3, tokens.shape)], tokens).astype(np.int32)
+  hidden, hidden_other = (forward(params, tokens=x, positions=positions, segment_ids=segment_ids) for x in (tokens, other))
+  np.testing.assert_array_equal(hidden[segment_ids > 0], hidden_other[segment_ids > 0])
+  assert np.isfinite(hidden).all() and np.isfinite(hidden_other).all()
+  gradient = jax.grad(lambda p: token_logprobs(
+    p, cfg, other, positions, segment_ids, temperature=1.0, dtype=jnp.float32)[0].sum())(params)
+  assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
+
+
+def _filled_cache(cfg, params, prompts, lengths, num_slots):
+  cache = transformer.init_cache(cfg, batch=len(prompts), length=num_slots, dtype=jnp.float32)
+  return transformer.prefill(transformer.unstack(params), cfg, jnp.asarray(prompts), jnp.asarray(lengths), cache, dtype=jnp.float32)
+
+
+def test_last_slot_is_used_and_a_position_beyond_it_writes_nothing():
+  model, cfg, params = both("llama")
+  sequence = np.random.default_rng(3).integers(0, VOCAB_SIZE, 8).astype(np.int32)
+  _, cache = _filled_cache(cfg, params, sequence[None, :7].repeat(2, 0), [7, 7], 8)
+  step = functools.partial(transformer.decode_step, transformer.unstack(params), cfg, dtype=jnp.float32)
+  logits, full = step(jnp.asarray([sequence[7]] * 2), jnp.asarray([7, 7]), cache)
+  np.testing.assert_allclose(logits[0], reference_models.reference_logits(model, sequence[None])[0, 7], rtol=0, atol=5e-5)
+  _, after = step(jnp.asarray([1, 1]), jnp.asarray([8, 6]), full)
+  for before_layer, after_layer in zip(full, after, strict=True):
+    for x, y in zip(before_layer, after_layer, strict=True):
+      np.testing.assert_array_equal(x[0], y[0])
+      assert (x[1, :, 6] != y[1, :, 6]).any()
+
+
+def test_rows_decode_independently():
+  _, cfg, params = both("gemma2")
+  prompts = np.random.default_rng(4).integers(0, VOCAB_SIZE, (2, 2, 12)).astype(np.int32)
+  prompts[1, 0] = prompts[0, 0]  # the first row stays, the second is another prompt of another length
+  step = jax.jit(functools.partial(transformer.decode_step, cfg=cfg, dtype=jnp.float32))
+  results = []
+  for batch, other_length in zip(prompts, (12, 3), strict=True):
+    _, cache = _filled_cache(cfg, params, batch, [9, other_length], 16)
+    logits, _ = step(transformer.unstack(params), tokens=jnp.asarray([5, 6]), positions=jnp.asarray([9, other_length]), cache=cache)
+    results.append(np.asarray(logits))
+  np.testing.assert_array_equal(results[0][0], results[1][0])
+  assert (results[0][1] != results[1][1]).any()
+
+
+def test_a_shorter_read_of_the_cache_gives_the_same_logits():
+  _, cfg, params = both("llama")
+  prompts = np.random.default_rng(5).integers(0, VOCAB_SIZE, (2, 10)).astype(np.int32)
+  _, cache = _filled_cache(cfg, params, prompts, [10, 4], 64)
+  step = functools.partial(transformer.decode_step, transformer.unstack(params), cfg, jnp.asarray([1, 2]), jnp.asarray([10, 4]), cache)
+  np.testing.assert_allclose(step(dtype=jnp.float32, kv_length=11)[0], step(dtype=jnp.float32)[0], rtol=0, atol=1e-5)
+
+
+def test_a_donated_cache_is_updated_in_place():
+  _, cfg, params = both("llama")
+  cache = transformer.init_cache(cfg, batch=2, length=4096, dtype=jnp.float32)
+
+  def chunk(params, cache, tokens, positions):
+    def body(carry, _):
+      cache, tokens, positions = carry
+      logits, cache = transformer.decode_step(params, cfg, tokens, positions, cache, dtype=jnp.float32, kv_length=32)
+      return (cache, jnp.argmax(logits, -1).astype(jnp.int32), positions + 1), None
+
+    return jax.lax.scan(body, (cache, tokens, positions), None, length=4)[0][0]
+
+  start = jnp.zeros(2, jnp.int32)
+  memory = jax.jit(chunk, donate_argnums=1).lower(transformer.unstack(params), cache, start, start).compile().memory_analysis()
+  one_layer = cache[0][0].nbytes
+  assert memory.alias_size_in_bytes >= 2 * cfg.num_layers * one_layer
+  assert memory.temp_size_in_bytes < one_layer
+
+
+def test_bfloat16_decoding_agrees_with_bfloat16_scoring():
+  _, cfg, params = both("llama")
+  sequence = np.random.default_rng(6).integers(0, VOCAB_SIZE, (1, 12)).astype(np.int32)
+  decode_params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), transformer.unstack(params))
+  cache = transformer.init_cache(cfg, batch=1, length=16, dtype=jnp.bfloat16)
+  logits, cache = transformer.prefill(decode_params, cfg, jnp.asarray(sequence[:, :11]), jnp.asarray([11]), cache, dtype=jnp.bfloat16)
+  logits, cache = transformer.decode_step(decode_params, cfg, jnp.asarray(sequence[:, 11]), jnp.asarray([11]), cache, dtype=jnp.bfloat16)
+  assert logits.dtype == jnp.float32 and {x.dtype for layer in cache for x in layer} == {jnp.dtype(jnp.bfloat16)}
+  positions = np.arange(12, dtype=np.int32)[None]
+  hidden = transformer.hidden_states(params, cfg, sequence, positions, np.ones_like(positions), dtype=jnp.bfloat16)
+  scored = transformer.logits(params, cfg, hidden[:, -1])
+  exact = transformer.logits(
+    params, cfg, transformer.hidden_states(params, cfg, sequence, positions, np.ones_like(positions), dtype=jnp.float32)[:, -1]
+  )
+  spread = float(jnp.std(exact))
+  assert np.abs(logits - scored).max() < 0.1 * spread and np.abs(scored - exact).max() < 0.1 * spread
+
+
+@pytest.mark.parametrize("remat", ["full", "dots"])
+def test_rematerialisation_changes_neither_values_nor_gradients(remat):
+  _, cfg, params = both("gemma3")
+  tokens = np.random.default_rng(7).integers(0, VOCAB_SIZE, (2, 16)).astype(np.int32)
+  positions = np.broadcast_to(np.arange(16, dtype=np.int32), tokens.shape)
+
+  @functools.partial(jax.jit, static_argnames="remat")
+  def value_and_grad(params, remat):
+    return jax.value_and_grad(lambda p: token_logprobs(
+      p, cfg, tokens, positions, np.ones_like(tokens), temperature=1.0, dtype=jnp.float32, remat=remat)[0].mean())(params)
+
+  kept, recomputed = value_and_grad(params, "none"), value_and_grad(params, remat)
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), kept, recomputed)
+
+
+def test_fresh_parameters_have_the_tree_of_the_config_and_say_nothing_yet():
+  _, cfg, _ = both("gemma2-uncapped")
+  params = transformer.init_params(cfg, jax.random.key(0))
+  assert jax.tree.map(lambda x: (x.shape, x.dtype), params) == jax.tree.map(lambda x: (x.shape, x.dtype), transformer.abstract_params(cfg))
+  kernel = params["layers"]["mlp"]["down"]["kernel"]  # variance 1 / fan-in, and 1 / (2 layers) since it joins the residual
+  assert abs(float(kernel.std()) / (cfg.mlp_size * 2 * cfg.num_layers) ** -0.5 - 1) < 0.05
+  assert not np.array_equal(kernel[0], kernel[1])
+  assert (params["final_norm"]["scale"] == 0).all()  # 1 + w
+  tokens = np.random.default_rng(8).integers(0, VOCAB_SIZE, (2, 16)).astype(np.int32)
+  positions = np.broadcast_to(np.arange(16, dtype=np.int32), tokens.shape)
+  _, entropy = token_logprobs(params, cfg, tokens, positions, np.ones_like(tokens), temperature=1.0, dtype=jnp.float32)
+  assert float(entropy[:, 1:].min()) > 0.95 * np.log(VOCAB_SIZE)
+
+
+def test_mistakes_are_named():
+  _, cfg, params = both("llama")
+  tokens = jnp.zeros((1, 4), jnp.int32)
+  with pytest.raises(ValueError, match="remat='some' is unknown; it must be one of none, full, dots"):
+    transformer.hidden_states(params, cfg, tokens, tokens, tokens + 1, dtype=jnp.float32, remat="some")
+  with pytest.raises(ValueError, match="padded to 4 tokens do not fit a cache of 3 slots"):
+    _filled_cache(cfg, params, np.zeros((1, 4), np.int32), [4], 3)
+  with pytest.raises(ValueError, match="attention backend 'flash' is unknown; it must be 'xla' or 'cudnn'"):
+    transformer.hidden_states(params, cfg, tokens, tokens, tokens + 1, dtype=jnp.float32, backend="flash")
+  _, capped, capped_params = both("gemma2")
+  with pytest.raises(ValueError, match="'cudnn' has no soft cap, but the model has 1.5"):
+    transformer.hidden_states(capped_params, capped, tokens, tokens, tokens + 1, dtype=jnp.float32, backend="cudnn")

@@ -127,6 +127,7 @@ FAMILIES: dict[str, Family] = {
     architecture="LlamaForCausalLM",
     fields={**_FIELDS, **_ATTENTION_BIAS, "mlp_bias": ("mlp_bias",)},
     defaults={**_DEFAULTS, "max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False},
+    only={"rope_interleaved": (False,)},
   ),
   "mistral": Family(
     architecture="MistralForCausalLM",
@@ -139,6 +140,7 @@ FAMILIES: dict[str, Family] = {
     fields=_FIELDS,
     defaults={**_DEFAULTS, "num_key_value_heads": 32, "max_position_embeddings": 32768},
     fixed={"qkv_bias": True},
+    only={"use_mrope": (False,)},
     windows="upper",
   ),
   "qwen3": Family(
@@ -237,12 +239,12 @@ HARMLESS = frozenset("""
   _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path architectures attention_dropout attn_pdrop bad_words_ids
   begin_suppress_tokens bos_token_id cache_implementation chunk_size_feed_forward classifier_dropout decoder_start_token_id
   diversity_penalty do_sample dtype early_stopping embd_pdrop encoder_no_repeat_ngram_size eos_token_id
-  exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id hidden_dropout id2label initializer_range
-  label2id length_penalty max_length min_length model_type n_ctx no_repeat_ngram_size num_beam_groups num_beams num_labels
+  exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id gradient_checkpointing hidden_dropout id2label
+  initializer_range is_llama_config label2id length_penalty max_length min_length model_type n_ctx no_repeat_ngram_size num_beam_groups num_beams num_labels
   num_return_sequences output_attentions output_hidden_states output_scores pad_token_id prefix pretraining_tp problem_type
   remove_invalid_values repetition_penalty resid_pdrop return_dict return_dict_in_generate sep_token_id summary_activation
   summary_first_dropout summary_proj_to_labels summary_type summary_use_proj suppress_tokens task_specific_params temperature
-  tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript transformers_version typical_p unsloth_fixed unsloth_version
+  tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config transformers_version typical_p unsloth_fixed unsloth_version
   use_bfloat16 use_cache
 """.split())
 
