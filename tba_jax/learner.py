@@ -371,7 +371,7 @@ def _grad_constraint(mesh: Mesh | None) -> Callable[[Any], Any]:
 
 def _apply(state: TrainState, grads: Any, metrics: Metrics, optimizer: Optimizer) -> tuple[TrainState, Metrics]:
   """The update, or the old state if loss or gradient norm is not finite. Selected by value: no branch, no word to the host."""
-  grad_norm = optax.global_norm(grads)
+  grad_norm = optax.tree.norm(grads)
   finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(grad_norm)
   keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
   updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
@@ -379,8 +379,8 @@ def _apply(state: TrainState, grads: Any, metrics: Metrics, optimizer: Optimizer
   applied = finite.astype(jnp.int32)
   metrics = metrics | {
     "grad_norm": grad_norm,
-    "param_norm": optax.global_norm(params),
-    "update_norm": jnp.where(finite, optax.global_norm(updates), 0.0),
+    "param_norm": optax.tree.norm(params),
+    "update_norm": jnp.where(finite, optax.tree.norm(updates), 0.0),
     "learning_rate": jnp.asarray(optimizer.schedule(state.version), jnp.float32),
     "skipped": 1.0 - finite.astype(jnp.float32),
   }
