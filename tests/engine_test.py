@@ -270,7 +270,7 @@ def test_without_in_flight_every_group_is_of_one_version(weights):
   engine.step()
   engine.set_weights(weights[1], 4)
   groups = drain(engine)
-  found = {tag: {int(v) for row, n in zip(group.versions, group.lengths) for v in row[:n]} for tag, group in groups.items()}
+  found = {tag: {int(v) for row, n in zip(g.versions, g.lengths) for v in row[:n]} for tag, g in groups.items()}
   assert found == {0: {3}, 1: {4}, 2: {4}}
   assert same_samples({0: groups[0]}, run(make_engine(), requests[:1], weights[0])) == 0
   assert same_samples({tag: groups[tag] for tag in (1, 2)}, run(make_engine(), requests[1:], weights[1])) == 0
