@@ -19,6 +19,7 @@ import functools
 import json
 import os
 import pathlib
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -214,7 +215,7 @@ def run(*, model: str, input_path: pathlib.Path, output_path: pathlib.Path, num_
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-  """The command line; a mistake of the user ends with one line and exit code 1."""
+  """The command line; bad input ends with one line on stderr and exit code 2."""
   parser = argparse.ArgumentParser(
     prog="python -m tba_jax.score", description="Log-probabilities of given text under a model."
   )
@@ -237,7 +238,8 @@ def main(argv: Sequence[str] | None = None) -> None:
       dtype=jnp.dtype(args.dtype),
     )
   except ValueError as error:
-    raise SystemExit(f"error: {error}") from error
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(2)
 
 
 if __name__ == "__main__":

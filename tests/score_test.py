@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import pathlib
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -128,9 +129,11 @@ def test_few_shapes_are_compiled(model):
     ({"tokens": [1] * 62}, "line 3: 62 tokens are more than 61"),
   ],
 )
-def test_what_is_wrong_with_a_line_is_said(model, tmp_path: pathlib.Path, line: Any, message: str):
-  with pytest.raises(SystemExit, match=f"error: .*{message}"):
+def test_what_is_wrong_with_a_line_is_said(model, tmp_path: pathlib.Path, capsys, line: Any, message: str):
+  with pytest.raises(SystemExit) as stopped:
     run(model[0], tmp_path, [{"text": "fine"}, "", line], "--greedy=3")
+  error = capsys.readouterr().err
+  assert stopped.value.code == 2 and re.search(f"error: .*{message}", error), error
   assert not (tmp_path / "out.jsonl").exists()
 
 

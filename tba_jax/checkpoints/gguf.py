@@ -160,7 +160,7 @@ def _tensor(tensor: gguf.ReaderTensor, name: str, arch: str, config: Mapping[str
 
 
 def _undo_rope_interleave(weights: np.ndarray, num_heads: int) -> np.ndarray:
-  """Rows [N H, ...] of each head: llama.cpp keeps the two entries that turn together side by side, Hugging Face apart."""
+  """Rows [N H, ...] of each head: llama.cpp keeps the two entries that turn together side by side."""
   half = weights.shape[0] // num_heads // 2
   return weights.reshape(num_heads, half, 2, *weights.shape[1:]).swapaxes(1, 2).reshape(weights.shape)
 
