@@ -102,6 +102,20 @@ def test_sum_tree_built_anew_is_the_same_bit_for_bit_and_never_gives_a_weightles
   assert tree.choose(rng) == np.flatnonzero(weights)[np.argmin(weights[weights > 0])]
 
 
+def test_sum_tree_gives_no_weightless_member_where_rounding_puts_the_point_past_all_weight():
+  class AlmostOne:
+    def random(self):
+      return np.nextafter(1.0, 0.0)
+
+  rng = np.random.default_rng(12)
+  for _ in range(2000):
+    weights = rng.random(13) * (rng.random(13) < 0.5)
+    weights[rng.integers(13)] = 1.0
+    tree = priorities.SumTree(13)
+    tree.assign(np.arange(13), weights)
+    assert weights[tree.choose(AlmostOne())] > 0
+
+
 @pytest.mark.parametrize("scores", [None, np.array([0.0, 1.0, -1.0, 2.0]), np.array([1000.0, 999.0, 1001.0, 1000.5])])
 def test_choose_rows_draws_one_after_the_other_from_the_softmax(scores):
   rng = np.random.default_rng(4)

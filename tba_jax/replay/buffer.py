@@ -207,7 +207,7 @@ class ReplayBuffer:
       return draw
 
   def update_priorities(self, rows: np.ndarray, values: np.ndarray) -> None:
-    """Sets |TB residual| of rows by their handles `Draw.rows`; rows that have left and padding are passed over.
+    """Sets |TB residual| of rows by their handles `Draw.rows`; what has left and padding are passed over.
 
     A new row starts with the largest residual seen (at least 1), so that everything is looked at once.
 
@@ -227,7 +227,7 @@ class ReplayBuffer:
           self._refresh(slot)
 
   def stats(self) -> dict[str, float]:
-    """Counters since the start (rows unless named otherwise), and the state now; age in versions of the newest known."""
+    """Counters since the start (rows unless named otherwise), and the state now; age from the newest known version."""
     with self._lock:
       store = self._store
       mean_version = store.sum_versions / store.num_live if store.num_live else float(self._version)

@@ -75,7 +75,7 @@ class PromptLedger:
       )
 
   def stats(self) -> dict[str, int]:
-    """Occurrences: "taken" are new ones handed out so far, "in_flight" and "pending" are now, the others count events."""
+    """Occurrences: "taken" are new ones handed out, "in_flight" and "pending" are now, others count events."""
     with self._lock:
       return {
         "taken": self._next,
