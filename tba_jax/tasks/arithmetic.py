@@ -8,7 +8,8 @@ result on the way lies in that range. The written solutions are a mixture: most 
 operations in the head and often goes wrong, and a few show the work. Fine-tuned on them, a model's likeliest response
 is the bare answer. It can do better than that, and finding out is what reinforcement learning is for here.
 
-Train, held-out and fine-tuning problems are disjoint by their text.
+Training, held-out and fine-tuning problems are disjoint by their text; and the held-out ones share no pair of kind and
+numbers with the others, so that nothing but arithmetic answers them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 import functools
 import random
 from typing import NamedTuple
+import zlib
 
 import numpy as np
 import tokenizers
@@ -26,9 +28,13 @@ from tba_jax.tasks.base import decode_response
 from tba_jax.tokenizer import Tokenizer, make_tokenizer
 from tba_jax.types import Prompt
 
-MAX_NUMBER = 99
+MAX_NUMBER = 99  # the largest with a token of its own
+MAX_TERM = 9  # of the numbers in a text that are added or taken away
+MAX_FACTOR = 5  # of those that are multiplied, or added up to be multiplied
 MAX_PROMPT_TOKENS = 22
 MAX_RESPONSE_TOKENS = 18
+
+HELD_OUT_PERCENT = 15  # of all pairs of kind and numbers
 
 PAD, STOP, UNKNOWN = "<pad>", "<stop>", "<unk>"
 
@@ -70,6 +76,7 @@ TEMPLATES = (
 class Problem(NamedTuple):
   """A problem with its solution."""
 
+  kind: str  # of problem, with its numbers
   text: str
   answer: int
   work: str  # both equations
@@ -83,14 +90,18 @@ def _apply(operation: str, values: dict[str, int]) -> tuple[int, str]:
   return result, f"{x} {sign} {y} = {result}"
 
 
+def _factors(template: Template) -> str:
+  """The numbers that take part in the multiplication."""
+  if "*" in template.second:
+    return template.first + template.second
+  return template.first if "*" in template.first else ""
+
+
 def make_problem(rng: random.Random) -> Problem:
-  """A random problem whose numbers and results all lie in 0..99, those of the text in 2..99."""
+  """A random problem whose numbers and results all lie in 0..99, those of the text in 2..9."""
   template = rng.choice(TEMPLATES)
-  small = "*" in template.first + template.second
   while True:
-    values = {name: rng.randint(2, 12 if small else 49) for name in "abc"}
-    if template.first == "a * b":
-      values["c"] = rng.randint(2, 49)
+    values = {number: rng.randint(2, MAX_FACTOR if number in _factors(template) else MAX_TERM) for number in "abc"}
     values["r"], first = _apply(template.first, values)
     answer, second = _apply(template.second, values)
     if 0 < values["r"] <= MAX_NUMBER and 0 <= answer <= MAX_NUMBER:
@@ -100,16 +111,21 @@ def make_problem(rng: random.Random) -> Problem:
     name=rng.choice(NAMES), things=rng.choice(THINGS), boxes=rng.choice(BOXES), gain=rng.choice(GAINS),
     lose=rng.choice(LOSSES), people=rng.choice(PEOPLE), color=color, color2=color2,
   )  # fmt: skip
-  return Problem(template.text.format(**values, **words), answer, f"{first}, {second}")
+  kind = f"{TEMPLATES.index(template)} {values['a']} {values['b']} {values['c']}"
+  return Problem(kind, template.text.format(**values, **words), answer, f"{first}, {second}")
 
 
-def make_problems(num_problems: int, *, seed: int) -> list[Problem]:
-  """Problems with different texts. Templates and words allow many millions, so this ends."""
-  rng = random.Random(f"word problems {seed}")
+def make_problems(num_problems: int, *, seed: int, held_out: bool) -> list[Problem]:
+  """Problems with different texts, of the kinds and numbers that `seed` holds out or of the others.
+
+  Words alone allow a hundred thousand texts for each kind and numbers, so this ends.
+  """
+  rng = random.Random(f"word problems {seed} {held_out}")
   problems: dict[str, Problem] = {}
   while len(problems) < num_problems:
     problem = make_problem(rng)
-    problems.setdefault(problem.text, problem)
+    if (zlib.crc32(f"{seed} {problem.kind}".encode()) % 100 < HELD_OUT_PERCENT) == held_out:
+      problems.setdefault(problem.text, problem)
   return list(problems.values())
 
 
@@ -138,8 +154,8 @@ class ArithmeticTask:
 
   Args:
     seed: of the problems. Prompts and examples are functions of these arguments.
-    num_train_prompts, num_eval_prompts, num_sft_examples: sizes of the three disjoint sets. The held-out set is drawn
-      first, so it does not depend on the other two.
+    num_train_prompts, num_eval_prompts, num_sft_examples: sizes of the three disjoint sets. The held-out set does not
+      depend on the other two.
     sft_share_with_work: share of the fine-tuning examples whose solution shows the work, 0 to 1.
   Raises: ValueError for a size below 1 (0 for num_sft_examples) or a share outside 0..1.
   """
@@ -160,10 +176,10 @@ class ArithmeticTask:
     if not 0 <= sft_share_with_work <= 1:
       raise ValueError(f"sft_share_with_work={sft_share_with_work} must lie between 0 and 1; it is a share.")
     self.tokenizer = make_arithmetic_tokenizer()
-    problems = make_problems(num_eval_prompts + num_train_prompts + num_sft_examples, seed=seed)
-    self._eval_prompts = self._prompts(problems[:num_eval_prompts])
-    self._train_prompts = self._prompts(problems[num_eval_prompts : num_eval_prompts + num_train_prompts])
-    self._sft_problems = problems[num_eval_prompts + num_train_prompts :]
+    self._eval_prompts = self._prompts(make_problems(num_eval_prompts, seed=seed, held_out=True))
+    problems = make_problems(num_train_prompts + num_sft_examples, seed=seed, held_out=False)
+    self._train_prompts = self._prompts(problems[:num_train_prompts])
+    self._sft_problems = problems[num_train_prompts:]
     self._share_with_work, self._seed = sft_share_with_work, seed
 
   def train_prompts(self) -> Sequence[Prompt]:

@@ -142,7 +142,7 @@ class Gsm8kTask:
       longest = max(len(ids) for _, ids in encoded)
       raise ValueError(
         f"max_prompt_tokens={self._max_prompt_tokens} would drop {num_dropped} of {len(rows)} {split} prompts (the "
-        f"longest has {longest} tokens), more than {MAX_DROPPED_SHARE:.0%}; raise sample.max_prompt_tokens to {longest}."
+        f"longest has {longest} tokens), more than {MAX_DROPPED_SHARE:.0%}; raise sample.max_prompt_tokens."
       )
     if num_dropped:
       limit = self._max_prompt_tokens
