@@ -52,11 +52,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def reference_model(model_type: str, *, seed: int = 0, **fields: Any) -> torch.nn.Module:
+def reference_model(model_type: str, *, seed: int = 0, auto: Any = None, **fields: Any) -> torch.nn.Module:
   """A model of transformers with weights large enough that every part of the maths shows in its log-probabilities."""
   torch.manual_seed(seed)
   config = transformers.AutoConfig.for_model(model_type, **fields)
-  model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+  model = (auto or transformers.AutoModelForCausalLM).from_config(config, attn_implementation="eager").eval()
   with torch.no_grad():
     for name, parameter in model.named_parameters():
       scales = ("norm" in name or ".ln_" in name) and name.endswith("weight") and "gemma" not in model_type

@@ -1,4 +1,4 @@
-"""What is read off the hidden states: log-probabilities of tokens."""
+"""What is read off the hidden states: log-probabilities of tokens, and a reward model's score of a sequence."""
 
 from __future__ import annotations
 
@@ -64,3 +64,19 @@ def _chunked_head(params: Params, cfg: ModelConfig, hidden: jax.Array, targets: 
   _, chunks = jax.lax.scan(lambda carry, chunk: (carry, score(*chunk, head)), None, (split(hidden), split(targets)))
   log_p, entropy = (jnp.moveaxis(x, 0, 1).reshape(batch, -1)[:, :length] for x in chunks)
   return log_p, entropy
+
+
+def scalar_scores(params: Params, cfg: ModelConfig, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array, *,
+                  dtype: jax.typing.DTypeLike, backend: str = "xla") -> jax.Array:
+  """A reward model's score of each row, read at the row's last token.
+
+  Args:
+    params: stacked layers and "score", a "kernel" [D, 1] and perhaps a "bias" [1]; no head over the vocabulary is read.
+    tokens, positions, segment_ids: int32 [B, T] as in `hidden_states`, one sequence a row; a row without tokens scores nothing sensible.
+  Returns: float32 [B].
+  """
+  hidden = hidden_states(params, cfg, tokens, positions, segment_ids, dtype=dtype, backend=backend)
+  last = jnp.max(jnp.where(segment_ids > 0, jnp.arange(tokens.shape[1]), 0), axis=1)
+  hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0].astype(jnp.float32)
+  score = hidden @ params["score"]["kernel"].astype(jnp.float32)
+  return (score + params["score"]["bias"] if "bias" in params["score"] else score)[:, 0]

@@ -6,7 +6,7 @@ nor in the family's list of known extras is an error of the reader. A fused tens
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 import dataclasses
 import re
 
@@ -174,15 +174,19 @@ TIED_NAMES = {
 
 # Checkpoints of the bare model, without a head, leave this prefix out.
 _PREFIXES = {**dict.fromkeys(HF_NAMES, "model."), "gpt_neox": "gpt_neox.", "gpt2": "transformer."}
+# Reward models in the layout of summarisation work keep the decoder under this name, beside `scalar_head`.
+_BACKBONE = "lm_backbone."
+SCALAR_HEADS = (("score.weight", "score.bias"), ("scalar_head.weight", "scalar_head.bias"))
 _ALIASES = {("gpt_neox", "lm_head.weight"): "embed_out.weight"}
 
 
 def table_name(cfg: ModelConfig, hf_name: str) -> str:
   """The name under which the family's table has a checkpoint's tensor, which may be spelt without its prefix or in a newer way."""
+  hf_name = hf_name.removeprefix(_BACKBONE)
   if (cfg.family, hf_name) in _ALIASES:
     return _ALIASES[cfg.family, hf_name]
   prefix = _PREFIXES[cfg.family]
-  patterns = {pattern for pattern, _, _ in HF_NAMES[cfg.family]} | {"score.weight"}
+  patterns = {pattern for pattern, _, _ in HF_NAMES[cfg.family]} | {name for names in SCALAR_HEADS for name in names}
   if hf_name.startswith(prefix) or hf_name in patterns:
     return hf_name
   return prefix + hf_name
@@ -197,11 +201,25 @@ def hf_to_tree(cfg: ModelConfig) -> list[HfTensor]:
       continue
     used.add(path)
     stacked = path.startswith("layers/")
-    transform = _transform(kind, shapes[path][1:] if stacked else shapes[path])
+    transform = transform_of(kind, shapes[path][1:] if stacked else shapes[path])
     for layer in range(cfg.num_layers) if stacked else (None,):
       entries.append(HfTensor(pattern.format(i=layer), tuple(path.split("/")), layer, transform))
   assert used == set(shapes), f"the table of {cfg.family} does not name {sorted(set(shapes) - used)}"
   return entries
+
+
+def scalar_head(cfg: ModelConfig, hf_names: Collection[str]) -> list[HfTensor]:
+  """The tensors of a reward model's scalar head, leaves score/kernel [D, 1] and score/bias [1], by the names that are there.
+
+  Raises: ValueError if neither layout, or more than one, is there.
+  """
+  found = [names for names in SCALAR_HEADS if names[0] in hf_names]
+  if len(found) != 1:
+    layouts = " or ".join(names[0] for names in SCALAR_HEADS)
+    raise ValueError(f"a reward model needs one of the tensors {layouts}; this checkpoint has {len(found)} of them.")
+  weight, bias = found[0]
+  entries = [HfTensor(weight, ("score", "kernel"), None, transform_of("swap", (cfg.hidden_size, 1)))]
+  return entries + ([HfTensor(bias, ("score", "bias"), None, transform_of("same", (1,)))] if bias in hf_names else [])
 
 
 def is_extra(cfg: ModelConfig, hf_name: str) -> bool:
@@ -209,7 +227,7 @@ def is_extra(cfg: ModelConfig, hf_name: str) -> bool:
   return any(re.fullmatch(pattern, hf_name) for pattern in EXTRA_NAMES[cfg.family])
 
 
-def _transform(kind: str, shape: tuple[int, ...]) -> Transform:
+def transform_of(kind: str, shape: tuple[int, ...]) -> Transform:
   """The transform of a named kind onto a leaf of this shape (one layer's). HF kernels are [out, in], ours [in, out]."""
   if kind == "same":
     return Transform(shape, shape, tuple(range(len(shape))))
