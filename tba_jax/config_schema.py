@@ -99,7 +99,7 @@ SCHEMA: dict[str, Rule] = {
   "buffer.capacity": _integer(2, 2**31 - 1),  # responses
   "buffer.capacity_per_prompt": _integer(2),
   "buffer.recent_fraction": _number(0, 1),  # the paper's m
-  "buffer.priority": _one_of("uniform", "reward", "residual"),
+  "buffer.priority": _one_of("uniform", "reward"),
   "buffer.priority_temperature": _number(0, above=True),
   "buffer.fill_responses": _integer(0),  # in the buffer before the first step
   "buffer.dedup": _BOOLEAN,

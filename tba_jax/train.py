@@ -213,6 +213,9 @@ def make_task(config: ConfigDict, tokenizer: Tokenizer | None) -> Task:
     longest = max(len(prompt.tokens) for prompt in (*task.train_prompts(), *task.eval_prompts()))
     if longest > limit:
       raise ValueError(f"sample.max_prompt_tokens={limit} is less than the longest prompt of {config.task}; raise it to {longest}")
+    if len(task.train_prompts()) < config.train.prompts_per_step:
+      raise ValueError(f"train.prompts_per_step={config.train.prompts_per_step} is more than the {len(task.train_prompts())} prompts that "
+                       f"{config.task} has; lower it: a batch holds no prompt twice")
     return task
 
 

@@ -98,7 +98,7 @@ class Exchange:
       if group is None:
         self.ledger.drop(occurrence)
       else:
-        self.buffer.add(group)
+        self.buffer.add(group, newest_version=self._trainer_version)
         self.ledger.finish(occurrence)
         self._num_arrived += len(group.lengths)
       self._changed.notify_all()
