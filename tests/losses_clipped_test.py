@@ -221,6 +221,12 @@ def test_nearly_equal_rewards_are_not_blown_up():
   assert max(np.abs(g).max() for g in grads_of(clipped.grpo, case, beta=0.0).values()) < 1e-3
 
 
+def test_without_an_advantage_nothing_counts_as_clipped():
+  case = cases.make_case([3, 2, 4], [0] * 3, seed=65, rewards=[0.5] * 3, spread=1.0)
+  loss, grads, metrics = cases.run(clipped.dapo, case, beta=BETA)
+  assert loss == 0.0 and metrics["clip_share"] == 0.0 and all((g == 0).all() for g in grads.values())
+
+
 def test_unknown_aggregate_is_refused():
   case = cases.standard_case(61)
   with pytest.raises(ValueError, match="aggregate='mean' must be response_sum, response_mean or token_mean"):

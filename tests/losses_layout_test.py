@@ -95,6 +95,20 @@ def test_two_responses_and_empty_ones_are_fine(name):
   assert np.isfinite([value, *metrics.values(), *np.concatenate(list(grads.values()))]).all()
 
 
+def test_rows_sharded_over_devices_are_the_same():
+  """Groups are cut by the sharding of rows; per-response arrays are replicated."""
+  case, fn = cases.standard_case(31), loss("tb_vargrad")
+  wanted = cases.run(fn, case, beta=BETA, common=True)
+  log_pi, batch, places = cases.lay_out(case)
+  mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))
+  by_rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+  whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+  batch = batch._replace(**{
+    name: jax.device_put(value, by_rows if value.ndim == 2 else whole) for name, value in batch._asdict().items()
+  })
+  compare(cases.evaluate(fn, jax.device_put(log_pi, by_rows), batch, places, beta=BETA, common=True), wanted)
+
+
 def test_a_layout_without_any_padding_is_the_same():
   case, fn = cases.standard_case(30), loss("tb_vargrad")
   exact = cases.run(fn, case, beta=BETA, common=True, num=len(case.log_pi))

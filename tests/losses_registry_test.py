@@ -23,12 +23,15 @@ def test_make_loss_refuses_an_option_that_the_loss_lacks():
     make_loss("sft", clip=0.2)
 
 
+@functools.lru_cache(maxsize=None)
+def loss(name):
+  fn = LOSSES[name].fn
+  return functools.partial(fn, log_z=jnp.full(cases.NUM_RESPONSES, 0.3)) if LOSSES[name].needs_log_z else fn
+
+
 @pytest.mark.parametrize("name", sorted(LOSSES))
 def test_needs_are_what_the_gradient_reads(name):
-  spec = LOSSES[name]
-  fn = spec.fn
-  if spec.needs_log_z:
-    fn = functools.partial(fn, log_z=jnp.full(cases.NUM_RESPONSES, 0.3))
+  spec, fn = LOSSES[name], loss(name)
   case = cases.standard_case(41)
   before = cases.run(fn, case, beta=0.05)[1]
 
@@ -42,3 +45,11 @@ def test_needs_are_what_the_gradient_reads(name):
   case.log_mu, case.log_ref = log_mu, [cases.exact(x - 0.4 * np.arange(len(x))) for x in case.log_ref]
   assert changed() == spec.needs_reference
   case.log_ref = [cases.exact(x + 0.4 * np.arange(len(x))) for x in case.log_ref]
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_positive_beta_says_which_losses_learn_nothing_at_zero(name):
+  value, grads, _ = cases.run(loss(name), cases.standard_case(42), beta=0.0)
+  gradient = np.concatenate(list(grads.values()))
+  learns = bool(np.isfinite([value, *gradient]).all() and np.abs(gradient).max() > 1e-3)
+  assert learns == (not LOSSES[name].positive_beta)

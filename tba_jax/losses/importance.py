@@ -83,9 +83,10 @@ def vtrace(
       gradient = -mean over responses of sum over t of weight w_t A grad log_pi_t
       w_T = rho_T;   w_t = rho_t c_(t+1) ... c_(T-1) rho_T   for t < T
 
-  That is rho_t (r_t + v_(t+1) - V) for v the V-trace targets, undiscounted: with a constant V every temporal difference
-  but the last is 0. The weight of a token is the truncated ratio of the rest of the response; ratios of earlier tokens
-  do not enter. On policy it is `reinforce`.
+  That is rho_t (r_t + v_(t+1) - V) for v the V-trace targets, undiscounted, with the KL penalty in the reward, so that
+  A = (r - mean r) - beta (k - mean k); with a constant V every temporal difference but the last is 0. The weight of a
+  token is the truncated ratio of the rest of the response; ratios of earlier tokens do not enter. On policy it is
+  `reinforce`.
 
   Source: Espeholt et al. 2018 (IMPALA), arXiv:1802.01561, the V-trace target and the policy gradient of its section 4.
 

@@ -34,7 +34,7 @@ def dpo(log_pi: jax.Array, batch: Batch, *, beta: jax.Array) -> tuple[jax.Array,
   rewards = segments.kept(batch.rewards, batch)
   highest, lowest = segments.group_max(rewards, batch), -segments.group_max(-rewards, batch)
   best = batch.valid & (rewards == highest) & (highest > lowest)
-  worst = batch.valid & (rewards == lowest) & (highest > lowest)
+  worst = batch.valid & (rewards == lowest)
   pairs = best[:, None] & worst[None, :] & (batch.group_ids[:, None] == batch.group_ids[None, :])
   num_best, num_worst = (segments.group_sums(rows.astype(jnp.float32), batch) for rows in (best, worst))
   num_pairs = jnp.maximum(num_best * num_worst, 1.0)

@@ -26,8 +26,9 @@ class LossSpec:
 
   `needs_beta`: beta changes it. `needs_log_mu`: it corrects for the policy that sampled, so log_mu must be of the
   distribution really sampled from. `needs_reference`: it reads log_ref. `min_responses`: fewer valid rows in a group
-  teach nothing. `whole_groups`: only right for whole sampling groups (no dedup, no reward priority). `needs_log_z`:
-  takes the keyword log_z f32[N], nats.
+  teach nothing. `whole_groups`: only right for whole sampling groups (no dedup, no reward priority). `positive_beta`:
+  divides by beta, or teaches nothing at beta = 0; to the others a beta of 0 only means no reference.
+  `needs_log_z`: takes the keyword log_z f32[N], nats.
   """
 
   fn: LossFn
@@ -36,27 +37,30 @@ class LossSpec:
   needs_reference: bool
   min_responses: int
   whole_groups: bool
+  positive_beta: bool = False
   needs_log_z: bool = False
 
 
 def _spec(fn: LossFn, *needs: str, min_responses: int = 2, whole_groups: bool = True) -> LossSpec:
-  unknown = set(needs) - {"beta", "log_mu", "reference", "log_z"}
-  assert not unknown, unknown
-  flags = {f"needs_{name}": name in needs for name in ("beta", "log_mu", "reference", "log_z")}
-  return LossSpec(fn=fn, min_responses=min_responses, whole_groups=whole_groups, **flags)
+  """`needs` of "beta", "beta > 0" (which includes "beta"), "log_mu", "reference", "log_z"."""
+  assert set(needs) <= {"beta", "beta > 0", "log_mu", "reference", "log_z"}, needs
+  return LossSpec(
+    fn=fn, min_responses=min_responses, whole_groups=whole_groups, needs_beta="beta" in needs or "beta > 0" in needs,
+    positive_beta="beta > 0" in needs, **{f"needs_{x}": x in needs for x in ("log_mu", "reference", "log_z")},
+  )
 
 
 LOSSES: dict[str, LossSpec] = {
-  "tb_vargrad": _spec(trajectory_balance.tb_vargrad, "beta", "reference", whole_groups=False),
+  "tb_vargrad": _spec(trajectory_balance.tb_vargrad, "beta > 0", "reference", whole_groups=False),
   "tb_learned_z": _spec(
-    trajectory_balance.tb_learned_z, "beta", "reference", "log_z", min_responses=1, whole_groups=False
+    trajectory_balance.tb_learned_z, "beta > 0", "reference", "log_z", min_responses=1, whole_groups=False
   ),
-  "tb_f_divergence": _spec(trajectory_balance.tb_f_divergence, "beta", "reference", whole_groups=False),
+  "tb_f_divergence": _spec(trajectory_balance.tb_f_divergence, "beta > 0", "reference", whole_groups=False),
   "tba_prime": _spec(trajectory_balance.tba_prime, "beta", "reference", whole_groups=False),
   "tba_prime_ratio": _spec(
     trajectory_balance.tba_prime_ratio, "beta", "log_mu", "reference", whole_groups=False
   ),
-  "flowrl": _spec(trajectory_balance.flowrl, "beta", "log_mu", "reference", "log_z"),
+  "flowrl": _spec(trajectory_balance.flowrl, "beta > 0", "log_mu", "reference", "log_z"),
   "sft": _spec(supervised.sft, min_responses=1, whole_groups=False),
   "reinforce": _spec(policy_gradient.reinforce, "beta", "reference"),
   "rloo": _spec(policy_gradient.rloo, "beta", "reference"),
@@ -72,7 +76,7 @@ LOSSES: dict[str, LossSpec] = {
   "topr": _spec(importance.topr, "beta", "log_mu", "reference"),
   "vtrace": _spec(importance.vtrace, "beta", "log_mu", "reference"),
   "topk_off_policy": _spec(importance.topk_off_policy, "beta", "log_mu", "reference"),
-  "dpo": _spec(preference.dpo, "beta", "reference"),
+  "dpo": _spec(preference.dpo, "beta > 0", "reference"),
 }
 
 
