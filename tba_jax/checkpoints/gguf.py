@@ -14,14 +14,16 @@ import math
 import pathlib
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import gguf
 import numpy as np
 
 from tba_jax.checkpoints import gguf_tokenizer
 from tba_jax.checkpoints.stored import StoredTensor
 from tba_jax.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+  import gguf
 
 # Readers of the metadata under "arch.": a key that must be there, and one with a default.
 _Take = Callable[[str], Any]
@@ -83,6 +85,8 @@ def read_gguf(path: str | pathlib.Path) -> GgufModel:
     than F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, or holds metadata or tensors whose meaning is
     not known here.
   """
+  import gguf  # only who reads such a file needs the package
+
   path = pathlib.Path(path)
   if not path.is_file():
     raise ValueError(f"{path} is not a file; give the path of a .gguf file.")
@@ -137,6 +141,8 @@ def _huggingface_name(name: str, arch: str, path: pathlib.Path) -> str:
 
 
 def _dequantise(tensor: gguf.ReaderTensor) -> np.ndarray:
+  import gguf.quants
+
   # GGUF lists dimensions fastest first; Hugging Face slowest first.
   return gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False).reshape(_shape(tensor))
 
