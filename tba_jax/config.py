@@ -181,8 +181,11 @@ def _check_loss(c: Mapping[str, Any]) -> Iterator[str]:
   if num_train < spec.min_responses:
     yield (f"train.responses_per_prompt={num_train} must be at least {spec.min_responses} for loss.name={name!r}, "
            "which compares the responses of a prompt with each other; raise train.responses_per_prompt")
+  if name == "sft" or spec.needs_log_z:
+    lack = "learns from examples, not from rewards" if name == "sft" else "needs a learned log Z, which no run trains yet"
+    yield f"loss.name={name!r} {lack}; use another, for example tb_vargrad"
   for key in ("loss.beta_init", "loss.beta_final"):
-    if spec.needs_beta and c[key] <= 0:
+    if spec.positive_beta and c[key] <= 0:
       yield f"{key}={c[key]!r} must be above 0 for loss.name={name!r}, which divides rewards by it; set {key} above 0"
   if spec.whole_groups:
     if num_train != c["sample.responses_per_prompt"]:

@@ -86,6 +86,18 @@ def test_choices_are_those_of_the_parts_that_take_them():
   assert set(config_schema.TASK_ARGS["gsm8k"]["prompt_format"].names) == set(PROMPT_FORMATS)
 
 
+def test_losses_that_no_run_can_train_are_refused():
+  assert _problems(_quickstart(**{"loss.name": "tb_learned_z"}))[0] == (
+    "loss.name='tb_learned_z' needs a learned log Z, which no run trains yet; use another, for example tb_vargrad")
+  assert "loss.name='sft' learns from examples" in _problems(_quickstart(**{"loss.name": "sft"}))[0]
+
+
+def test_beta_zero_is_for_losses_that_do_not_divide_by_it():
+  zero = {"loss.beta_init": 0.0, "loss.beta_final": 0.0}
+  assert not _problems(_quickstart(**zero, **{"loss.name": "rloo", "buffer.dedup": False}))
+  assert len(_problems(_quickstart(**zero))) == 2
+
+
 # --- Single keys ---
 
 

@@ -36,7 +36,7 @@ def ppo_clip(
       A = (r - mean r) - beta (k - mean k),  k = log_pi - log_ref, no gradient;   ratio_t = exp(log_pi_t - log_mu_t)
       loss = -mean over responses of sum over tokens of weight min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A)
 
-  Source: Schulman et al. 2017, arXiv:1707.06347, equation 7. Differs: no critic; the KL penalty is of the current
+  Source: Schulman et al. 2017, arXiv:1707.06347. Differs: no critic; the KL penalty is of the current
   policy, so that at ratio 1 the gradient is that of `reinforce`; `aggregate` sums over tokens by default for the same
   reason.
 
@@ -64,7 +64,7 @@ def grpo(
       loss = -mean over responses of mean over tokens of
              weight [min(ratio A, clip(ratio) A) - beta (exp(d_t) - d_t - 1)]
 
-  Source: Shao et al. 2024 (DeepSeekMath), arXiv:2402.03300, equations 3 and 4. The paper names neither the divisor of
+  Source: Shao et al. 2024 (DeepSeekMath), arXiv:2402.03300. The paper names neither the divisor of
   the standard deviation nor a floor under it: here K, and `std_floor` so that rounding in nearly equal rewards is not
   blown up.
 
@@ -111,7 +111,7 @@ def dapo(
 
       loss = -mean over the response tokens of the batch of weight min(ratio A, clip(ratio, 1 - 0.2, 1 + 0.28) A)
 
-  Source: Yu et al. 2025, arXiv:2503.14476, equation 8. Its dynamic sampling and overlong reward shaping are no part of
+  Source: Yu et al. 2025, arXiv:2503.14476. Its dynamic sampling and overlong reward shaping are no part of
   the loss: a group of equal rewards stays in and adds exactly 0, though its tokens count in the mean.
 
   Args and returns: as `ppo_clip`; beta is not used.
@@ -132,7 +132,7 @@ def gspo(
 
   A as in GRPO. The clip range is that of a length-normalised ratio, hence small.
 
-  Source: Zheng et al. 2025, arXiv:2507.18071, equations 5 and 7; clip range: its section 5.1.
+  Source: Zheng et al. 2025, arXiv:2507.18071.
 
   Args and returns: as `ppo_clip`, with `clip_share` of responses; beta is not used.
   """

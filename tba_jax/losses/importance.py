@@ -88,7 +88,7 @@ def vtrace(
   token is the truncated ratio of the rest of the response; ratios of earlier tokens do not enter. On policy it is
   `reinforce`.
 
-  Source: Espeholt et al. 2018 (IMPALA), arXiv:1802.01561, the V-trace target and the policy gradient of its section 4.
+  Source: Espeholt et al. 2018 (IMPALA), arXiv:1802.01561, the V-trace target and its policy gradient.
 
   Args and returns: as `cispo`; beta weighs the KL penalty in the reward, needs log_ref; `clip_share` of tokens with
   ratio > rho_cap.

@@ -19,7 +19,7 @@ def dpo(log_pi: jax.Array, batch: Batch, *, beta: jax.Array) -> tuple[jax.Array,
   what drawing a pair at random gives on average; which row comes first plays no part. A group of equal rewards has no
   pair and adds 0, but counts in the mean. A pair has the weight of its best row (rows of a group share theirs).
 
-  Source: Rafailov et al. 2023, arXiv:2305.18290, equation 7; best and worst of the group: Noukhovitch et al. 2024,
+  Source: Rafailov et al. 2023, arXiv:2305.18290; best and worst of the group: Noukhovitch et al. 2024,
   arXiv:2410.18252, whose public code takes the first of tied rows.
 
   Args:
