@@ -94,7 +94,7 @@ def test_losses_that_no_run_can_train_are_refused():
 
 def test_beta_zero_is_for_losses_that_do_not_divide_by_it():
   zero = {"loss.beta_init": 0.0, "loss.beta_final": 0.0}
-  assert not _problems(_quickstart(**zero, **{"loss.name": "rloo", "buffer.dedup": False}))
+  config_lib.validate(_quickstart(**zero, **{"loss.name": "rloo", "buffer.dedup": False}), num_devices=3, platform="cpu")
   assert len(_problems(_quickstart(**zero))) == 2
 
 
@@ -286,7 +286,7 @@ def test_keys_that_do_not_agree(changes, line):
 
 
 @pytest.mark.parametrize("changes", [
-  {"loss.name": "sft", "loss.beta_init": 0.0, "loss.beta_final": 0.0},  # a loss that does not divide by beta
+  {"loss.name": "rloo", "runtime.mode": "sync", "loss.beta_init": 0.0, "loss.beta_final": 0.0},  # a loss that does not divide by beta
   {"runtime.mode": "sync", "buffer.max_staleness": 2, "sync.every_steps": 4},  # no admission without asynchrony
   {"buffer.max_staleness": 3, "sync.every_steps": 4},
   {"buffer.max_staleness": 1},  # 2 x 128 responses fill it exactly
@@ -303,7 +303,9 @@ def test_the_right_side_of_each_border_is_accepted(changes):
 
 
 def test_every_loss_can_be_configured():
-  for name, spec in LOSSES.items():
+  trainable = {name: spec for name, spec in LOSSES.items() if name != "sft" and not spec.needs_log_z}
+  assert len(trainable) > 15
+  for name, spec in trainable.items():
     config = _quickstart(**{"loss.name": name, "buffer.dedup": not spec.whole_groups})
     config_lib.validate(config, num_devices=3, platform="cpu")
 
