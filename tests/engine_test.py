@@ -22,10 +22,10 @@ WIDTH = 48  # of the rows that are scored
 STOP_IDS = (tiny.STOP_ID, 17, 40)
 NUM_PROMPTS = 200
 SHAPES = {
-  "one slot, one token a chunk": dict(slots=1, chunk_tokens=1),
+  "one slot, short chunks, short reads": dict(slots=1, chunk_tokens=2, kv_buckets=(12, 40)),
   "three slots, refilled all the time": dict(slots=3, chunk_tokens=7, prefill_batches=(1,)),
   "everything at once": dict(slots=NUM_PROMPTS, chunk_tokens=16, prefill_batches=(NUM_PROMPTS,), cache_tokens=64),
-  "buckets": dict(slots=16, chunk_tokens=4, kv_buckets=(16, 40), prompt_buckets=(8, 24), prefill_batches=(1, 3)),
+  "prompts by length": dict(slots=16, chunk_tokens=4, prompt_buckets=(8, 24), prefill_batches=(1, 3)),
 }
 
 
@@ -327,7 +327,7 @@ def test_a_prompt_is_prefilled_once_for_all_its_samples(weights, monkeypatch):
   run(make_engine(), [make_request(0, samples=10)], weights[0])
   assert calls == [(2, 24)]
   calls.clear()
-  shape = SHAPES["buckets"]
+  shape = SHAPES["prompts by length"]
   run(make_engine(**shape), [make_request(tag, prompt_tokens=5 if tag < 4 else 20) for tag in range(6)], weights[0])
   assert calls == [(3, 8), (1, 8), (3, 24)]  # several prompts a call
 
