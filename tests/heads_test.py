@@ -34,14 +34,17 @@ def batch(num_rows: int, length: int, seed: int = 0):
   return tokens, np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape), np.ones_like(tokens)
 
 
-@pytest.mark.parametrize("case", ["llama-biases", "gemma2"])  # both tie the head to the embedding; the second caps its logits
+# Both tie the head to the embedding; the second caps its logits.
+@pytest.mark.parametrize("case", ["llama-biases", "gemma2"])
 def test_gradients_equal_those_of_torch(case):
   model, cfg, params = both(case)
   tokens, positions, segment_ids = batch(2, 14)
   weights = np.random.default_rng(1).normal(size=(2, 14)).astype(np.float32)
 
   def loss(params):
-    log_p, entropy = token_logprobs(params, cfg, tokens, positions, segment_ids, temperature=0.7, dtype=jnp.float32, chunk_tokens=10)
+    log_p, entropy = token_logprobs(
+      params, cfg, tokens, positions, segment_ids, temperature=0.7, dtype=jnp.float32, chunk_tokens=10
+    )
     return (weights * (log_p + 0.3 * entropy)).sum()
 
   gradient = jax.jit(jax.grad(loss))(params)
@@ -68,7 +71,8 @@ def test_chunks_change_neither_values_nor_gradients(chunk_tokens):
 
   def chunked(params):
     return token_logprobs(
-      params, cfg, tokens, positions, segment_ids, temperature=jnp.float32(1.3), dtype=jnp.float32, chunk_tokens=chunk_tokens
+      params, cfg, tokens, positions, segment_ids, temperature=jnp.float32(1.3), dtype=jnp.float32,
+      chunk_tokens=chunk_tokens
     )[0].sum()
 
   expected, found = (jax.jit(jax.value_and_grad(f))(params) for f in (whole, chunked))
@@ -87,7 +91,9 @@ def test_rows_of_the_table_that_are_no_tokens_are_out_of_the_normaliser():
     return token_logprobs(params, cfg, tokens, positions, segment_ids, temperature=0.7, dtype=jnp.float32)
 
   log_p, entropy = score(params)
-  np.testing.assert_allclose(log_p[0, 1:], np.take_along_axis(reference, tokens[0, 1:, None], -1)[:, 0], rtol=0, atol=2e-5)
+  np.testing.assert_allclose(
+    log_p[0, 1:], np.take_along_axis(reference, tokens[0, 1:, None], -1)[:, 0], rtol=0, atol=2e-5
+  )
   np.testing.assert_allclose(entropy[0, 1:], -(np.exp(reference) * reference).sum(-1), rtol=0, atol=2e-5)
   gradient = jax.grad(lambda p: sum(x.sum() for x in score(p)))(params)["lm_head"]["kernel"]
   assert np.isfinite(gradient).all() and (gradient[:, 100:] == 0).all() and (gradient[:, :100] != 0).any()
@@ -104,7 +110,9 @@ def test_first_tokens_and_padding_score_zero():
   scored = np.array([[0, 0, 0, 1, 1, 0, 1, 1], [0, 1, 0, 0, 0, 0, 0, 0]], bool)
   assert (np.asarray(log_p)[~scored] == 0).all() and (np.asarray(entropy)[~scored] == 0).all()
   assert (np.asarray(log_p)[scored] < 0).all() and (np.asarray(entropy)[scored] > 0).all()
-  single = token_logprobs(params, cfg, tokens[:, :1], positions[:, :1], segment_ids[:, :1], temperature=1.0, dtype=jnp.float32)
+  single = token_logprobs(
+    params, cfg, tokens[:, :1], positions[:, :1], segment_ids[:, :1], temperature=1.0, dtype=jnp.float32
+  )
   assert all(x.shape == (2, 1) and (x == 0).all() for x in single)
 
 
@@ -113,7 +121,9 @@ def _shapes(jaxpr) -> set[tuple[int, ...]]:
   shapes = set()
   for equation in jaxpr.eqns:
     shapes |= {tuple(variable.aval.shape) for variable in equation.outvars if hasattr(variable.aval, "shape")}
-    for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+    for inner in jax.tree.leaves(
+      list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
+    ):
       inner = getattr(inner, "jaxpr", inner)
       if hasattr(inner, "eqns"):
         shapes |= _shapes(inner)
@@ -152,11 +162,17 @@ def test_reward_models_equal_those_of_transformers(case):
   mask = (np.arange(12) < lengths[:, None]).astype(np.int32)
   tokens = tokens * mask
   with torch.no_grad():
-    expected = model(input_ids=torch.tensor(tokens).long(), attention_mask=torch.tensor(mask).long()).logits[:, 0].numpy()
+    expected = model(
+      input_ids=torch.tensor(tokens).long(), attention_mask=torch.tensor(mask).long()
+    ).logits[:, 0].numpy()
   positions = np.broadcast_to(np.arange(12, dtype=np.int32), tokens.shape)
-  np.testing.assert_allclose(scalar_scores(params, cfg, tokens, positions, mask, dtype=jnp.float32), expected, rtol=0, atol=2e-5)
+  np.testing.assert_allclose(
+    scalar_scores(params, cfg, tokens, positions, mask, dtype=jnp.float32), expected, rtol=0, atol=2e-5
+  )
   params["score"]["bias"] = jnp.asarray([1.5])
-  np.testing.assert_allclose(scalar_scores(params, cfg, tokens, positions, mask, dtype=jnp.float32), expected + 1.5, rtol=0, atol=2e-5)
+  np.testing.assert_allclose(
+    scalar_scores(params, cfg, tokens, positions, mask, dtype=jnp.float32), expected + 1.5, rtol=0, atol=2e-5
+  )
 
 
 def _any_head(cfg, tensors):
@@ -166,15 +182,25 @@ def _any_head(cfg, tensors):
 
 
 def test_both_layouts_of_a_scalar_head_are_found():
-  cfg = from_huggingface(dict(model_type="gpt_neox", hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=12,
-                              vocab_size=9))
-  names = ["lm_backbone.gpt_neox.embed_in.weight", "lm_backbone.layers.0.mlp.dense_h_to_4h.bias", "scalar_head.weight", "scalar_head.bias"]
+  cfg = from_huggingface(dict(
+    model_type="gpt_neox", hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=12,
+    vocab_size=9,
+  ))
+  names = [
+    "lm_backbone.gpt_neox.embed_in.weight", "lm_backbone.layers.0.mlp.dense_h_to_4h.bias", "scalar_head.weight",
+    "scalar_head.bias"
+  ]
   tables = [hf_names.table_name(cfg, name) for name in names]
-  assert tables == ["gpt_neox.embed_in.weight", "gpt_neox.layers.0.mlp.dense_h_to_4h.bias", "scalar_head.weight", "scalar_head.bias"]
+  assert tables == [
+    "gpt_neox.embed_in.weight", "gpt_neox.layers.0.mlp.dense_h_to_4h.bias", "scalar_head.weight", "scalar_head.bias"
+  ]
   found = hf_names.scalar_head(cfg, tables)
   assert [(entry.hf_name, entry.path, entry.transform.hf_shape) for entry in found] == [
     ("scalar_head.weight", ("score", "kernel"), (1, 16)), ("scalar_head.bias", ("score", "bias"), (1,)),
   ]
   for names in ([], ["score.weight", "scalar_head.weight"]):
-    with pytest.raises(ValueError, match=f"needs one of the tensors score.weight or scalar_head.weight; this checkpoint has {len(names)} of them"):
+    with pytest.raises(
+      ValueError,
+      match=f"needs one of the tensors score.weight or scalar_head.weight; this checkpoint has {len(names)} of them"
+    ):
       hf_names.scalar_head(cfg, names)

@@ -16,7 +16,10 @@ from tba_jax.models.variants import FAMILIES, from_huggingface
 
 require("torch")
 
-CASES = ("llama-biases", "mistral", "qwen2", "qwen3", "gemma", "gemma2-uncapped", "gemma3", "gpt_neox", "gpt_neox-serial", "gpt2", "gpt2-untied")
+CASES = (
+  "llama-biases", "mistral", "qwen2", "qwen3", "gemma", "gemma2-uncapped", "gemma3", "gpt_neox", "gpt_neox-serial",
+  "gpt2", "gpt2-untied"
+)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -49,7 +52,11 @@ def test_every_family_has_a_table():
 
 
 def test_a_misshapen_tensor_is_refused():
-  cfg = from_huggingface(dict(model_type="llama", hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=12, vocab_size=9))
+  cfg = from_huggingface(
+    dict(
+      model_type="llama", hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=12, vocab_size=9
+    )
+  )
   entry = next(entry for entry in hf_names.hf_to_tree(cfg) if entry.path[-2:] == ("up", "kernel"))
   with pytest.raises(ValueError, match=r"the tensor has shape \(8, 12\), but config.json implies \(12, 8\)"):
     entry.transform.to_tree(np.zeros((8, 12)))

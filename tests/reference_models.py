@@ -16,16 +16,25 @@ from tba_jax.models.variants import ModelConfig, from_huggingface
 torch = require("torch")
 transformers = require("transformers")
 
-_SMALL = dict(hidden_size=48, intermediate_size=40, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2, vocab_size=131)
-_SIZES = {name: _SMALL[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")}
+_SMALL = dict(
+  hidden_size=48, intermediate_size=40, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2,
+  vocab_size=131
+)
+_SIZES = {
+  name: _SMALL[name] for name in (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"
+  )
+}
 # Without a pad_token_id, for torch gives the row of that id no gradient.
 _GEMMA = dict(_SMALL, head_dim=10, query_pre_attn_scalar=7, num_hidden_layers=4, sliding_window=8, pad_token_id=None)
 
-# Name of a case -> model_type and fields of its config.json. Windows are shorter than the sequences they meet, sizes are odd where they
-# may be, so that a wrong axis, a missed option or a default read for a value changes the numbers.
+# Name of a case -> model_type and fields of its config.json. Windows are shorter than the sequences they meet, sizes
+# are odd where they may be, so that a wrong axis, a missed option or a default read for a value changes the numbers.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
   "llama": ("llama", dict(_SMALL, rope_theta=50000.0)),
-  "llama-biases": ("llama", dict(_SMALL, num_attention_heads=3, num_key_value_heads=1, head_dim=10, attention_bias=True, mlp_bias=True,
+  "llama-biases": ("llama",
+                                 dict(_SMALL, num_attention_heads=3, num_key_value_heads=1, head_dim=10,
+                                 attention_bias=True, mlp_bias=True,
                                  tie_word_embeddings=True, rms_norm_eps=1e-3)),
   "llama-one-group": ("llama", dict(_SMALL, num_key_value_heads=6, hidden_act="gelu")),
   "llama-llama3": ("llama", dict(_SMALL, rope_scaling=dict(
@@ -40,12 +49,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
   "qwen3": ("qwen3", dict(_SMALL, head_dim=10, rope_theta=1e6)),
   "gemma": ("gemma", dict(_SMALL, head_dim=10)),
   "gemma2": ("gemma2", dict(_GEMMA, attn_logit_softcapping=1.5, final_logit_softcapping=4.0)),
-  "gemma2-uncapped": ("gemma2", dict(_GEMMA, attn_logit_softcapping=None, final_logit_softcapping=None, tie_word_embeddings=False)),
+  "gemma2-uncapped": (
+    "gemma2", dict(_GEMMA, attn_logit_softcapping=None, final_logit_softcapping=None, tie_word_embeddings=False)
+  ),
   "gemma3": ("gemma3_text", dict(_GEMMA, rope_theta=50000.0, rope_local_base_freq=20.0, sliding_window_pattern=3)),
   "gemma3-linear": ("gemma3_text", dict(_GEMMA, rope_scaling=dict(rope_type="linear", factor=8.0), layer_types=[
     "full_attention", "sliding_attention", "sliding_attention", "full_attention"], final_logit_softcapping=4.0)),
   "gpt_neox": ("gpt_neox", dict(_SIZES, rotary_pct=0.25, rotary_emb_base=500.0)),
-  "gpt_neox-serial": ("gpt_neox", dict(_SIZES, rotary_pct=0.5, use_parallel_residual=False, tie_word_embeddings=True, hidden_act="gelu_new",
+  "gpt_neox-serial": ("gpt_neox",
+                                       dict(_SIZES, rotary_pct=0.5, use_parallel_residual=False,
+                                       tie_word_embeddings=True, hidden_act="gelu_new",
                                        attention_bias=False)),
   "gpt2": ("gpt2", dict(n_embd=48, n_layer=3, n_head=6, vocab_size=131, n_positions=80)),
   "gpt2-untied": ("gpt2", dict(n_embd=48, n_layer=3, n_head=3, n_inner=40, vocab_size=131, tie_word_embeddings=False)),

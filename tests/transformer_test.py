@@ -30,7 +30,9 @@ def both(case: str):
 
 
 def rows_of(layout: list[list[tuple[int, np.ndarray]]], rng: np.random.Generator):
-  """(tokens, positions, segment_ids) [B, LENGTH]: each row holds sequences at given offsets, and ids that mean nothing elsewhere."""
+  """(tokens, positions, segment_ids) [B, LENGTH]: each row holds sequences at given offsets, and ids that mean nothing
+  elsewhere.
+  """
   tokens = rng.integers(0, VOCAB_SIZE, (len(layout), LENGTH)).astype(np.int32)
   positions, segment_ids = rng.integers(0, LENGTH, tokens.shape).astype(np.int32), np.zeros_like(tokens)
   for row, sequences in enumerate(layout):
@@ -42,7 +44,9 @@ def rows_of(layout: list[list[tuple[int, np.ndarray]]], rng: np.random.Generator
 
 def reference_scores(model, sequence: np.ndarray, temperature: float) -> tuple[np.ndarray, np.ndarray]:
   """float64 (log-probabilities, entropies) of a sequence's tokens from the second on."""
-  log_probs = torch.log_softmax(torch.tensor(reference_models.reference_logits(model, sequence[None])[0, :-1]).double() / temperature, -1)
+  log_probs = torch.log_softmax(
+    torch.tensor(reference_models.reference_logits(model, sequence[None])[0, :-1]).double() / temperature, -1
+  )
   log_p = log_probs.gather(-1, torch.tensor(sequence[1:, None].astype(np.int64)))[:, 0]
   return log_p.numpy(), -(log_probs.exp() * log_probs).sum(-1).numpy()
 
@@ -76,7 +80,9 @@ def test_greedy_decoding_equals_transformers_and_the_uncached_forward(case):
   lengths = np.array([5, 17], np.int32)
   prompts = rng.integers(0, VOCAB_SIZE, (2, 20)).astype(np.int32)
   decode_params = transformer.unstack(params)
-  step = jax.jit(functools.partial(transformer.decode_step, cfg=cfg, dtype=jnp.float32, kv_length=32), donate_argnames="cache")
+  step = jax.jit(
+    functools.partial(transformer.decode_step, cfg=cfg, dtype=jnp.float32, kv_length=32), donate_argnames="cache"
+  )
   cache = transformer.init_cache(cfg, batch=2, length=num_slots, dtype=jnp.float32)
   logits, cache = jax.jit(functools.partial(transformer.prefill, cfg=cfg, dtype=jnp.float32))(
     decode_params, tokens=prompts, lengths=lengths, cache=cache
@@ -89,7 +95,8 @@ def test_greedy_decoding_equals_transformers_and_the_uncached_forward(case):
   produced, seen = np.stack(produced, axis=1), np.stack(seen, axis=1)
   for row, length in enumerate(lengths):
     prompt = torch.tensor(prompts[row : row + 1, :length].astype(np.int64))
-    generated = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=num_new, do_sample=False, eos_token_id=None,
+    generated = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=num_new, do_sample=False,
+                               eos_token_id=None,
                                pad_token_id=0)
     np.testing.assert_array_equal(produced[row], generated[0, length:].numpy())
     uncached = reference_models.reference_logits(model, generated.numpy())[0, length - 1 :]
@@ -105,8 +112,12 @@ def test_ids_under_padding_change_nothing_and_a_row_of_padding_is_finite(case):
   segment_ids = np.ones_like(tokens)
   segment_ids[0, 11:], segment_ids[1, :5], segment_ids[2] = 0, 0, 0
   forward = jax.jit(functools.partial(transformer.hidden_states, cfg=cfg, dtype=jnp.float32))
-  other = np.where(segment_ids == 0, np.array([-1, 10**6, 3])[rng.integers(0, 3, tokens.shape)], tokens).astype(np.int32)
-  hidden, hidden_other = (forward(params, tokens=x, positions=positions, segment_ids=segment_ids) for x in (tokens, other))
+  other = np.where(
+    segment_ids == 0, np.array([-1, 10**6, 3])[rng.integers(0, 3, tokens.shape)], tokens
+  ).astype(np.int32)
+  hidden, hidden_other = (
+    forward(params, tokens=x, positions=positions, segment_ids=segment_ids) for x in (tokens, other)
+  )
   np.testing.assert_array_equal(hidden[segment_ids > 0], hidden_other[segment_ids > 0])
   assert np.isfinite(hidden).all() and np.isfinite(hidden_other).all()
   gradient = jax.grad(lambda p: token_logprobs(
@@ -116,7 +127,9 @@ def test_ids_under_padding_change_nothing_and_a_row_of_padding_is_finite(case):
 
 def _filled_cache(cfg, params, prompts, lengths, num_slots):
   cache = transformer.init_cache(cfg, batch=len(prompts), length=num_slots, dtype=jnp.float32)
-  return transformer.prefill(transformer.unstack(params), cfg, jnp.asarray(prompts), jnp.asarray(lengths), cache, dtype=jnp.float32)
+  return transformer.prefill(
+    transformer.unstack(params), cfg, jnp.asarray(prompts), jnp.asarray(lengths), cache, dtype=jnp.float32
+  )
 
 
 def test_last_slot_is_used_and_a_position_beyond_it_writes_nothing():
@@ -125,7 +138,9 @@ def test_last_slot_is_used_and_a_position_beyond_it_writes_nothing():
   _, cache = _filled_cache(cfg, params, sequence[None, :7].repeat(2, 0), [7, 7], 8)
   step = functools.partial(transformer.decode_step, transformer.unstack(params), cfg, dtype=jnp.float32)
   logits, full = step(jnp.asarray([sequence[7]] * 2), jnp.asarray([7, 7]), cache)
-  np.testing.assert_allclose(logits[0], reference_models.reference_logits(model, sequence[None])[0, 7], rtol=0, atol=5e-5)
+  np.testing.assert_allclose(
+    logits[0], reference_models.reference_logits(model, sequence[None])[0, 7], rtol=0, atol=5e-5
+  )
   _, after = step(jnp.asarray([1, 1]), jnp.asarray([8, 6]), full)
   for before_layer, after_layer in zip(full, after, strict=True):
     for x, y in zip(before_layer, after_layer, strict=True):
@@ -141,7 +156,9 @@ def test_rows_decode_independently():
   results = []
   for batch, other_length in zip(prompts, (12, 3), strict=True):
     _, cache = _filled_cache(cfg, params, batch, [9, other_length], 16)
-    logits, _ = step(transformer.unstack(params), tokens=jnp.asarray([5, 6]), positions=jnp.asarray([9, other_length]), cache=cache)
+    logits, _ = step(
+      transformer.unstack(params), tokens=jnp.asarray([5, 6]), positions=jnp.asarray([9, other_length]), cache=cache
+    )
     results.append(np.asarray(logits))
   np.testing.assert_array_equal(results[0][0], results[1][0])
   assert (results[0][1] != results[1][1]).any()
@@ -151,7 +168,9 @@ def test_a_shorter_read_of_the_cache_gives_the_same_logits():
   _, cfg, params = both("llama")
   prompts = np.random.default_rng(5).integers(0, VOCAB_SIZE, (2, 10)).astype(np.int32)
   _, cache = _filled_cache(cfg, params, prompts, [10, 4], 64)
-  step = functools.partial(transformer.decode_step, transformer.unstack(params), cfg, jnp.asarray([1, 2]), jnp.asarray([10, 4]), cache)
+  step = functools.partial(
+    transformer.decode_step, transformer.unstack(params), cfg, jnp.asarray([1, 2]), jnp.asarray([10, 4]), cache
+  )
   np.testing.assert_allclose(step(dtype=jnp.float32, kv_length=11)[0], step(dtype=jnp.float32)[0], rtol=0, atol=1e-5)
 
 
@@ -168,7 +187,9 @@ def test_a_donated_cache_is_updated_in_place():
     return jax.lax.scan(body, (cache, tokens, positions), None, length=4)[0][0]
 
   start = jnp.zeros(2, jnp.int32)
-  memory = jax.jit(chunk, donate_argnums=1).lower(transformer.unstack(params), cache, start, start).compile().memory_analysis()
+  memory = jax.jit(chunk, donate_argnums=1).lower(
+    transformer.unstack(params), cache, start, start
+  ).compile().memory_analysis()
   one_layer = cache[0][0].nbytes
   assert memory.alias_size_in_bytes >= 2 * cfg.num_layers * one_layer
   assert memory.temp_size_in_bytes < one_layer
@@ -179,14 +200,19 @@ def test_bfloat16_decoding_agrees_with_bfloat16_scoring():
   sequence = np.random.default_rng(6).integers(0, VOCAB_SIZE, (1, 12)).astype(np.int32)
   decode_params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), transformer.unstack(params))
   cache = transformer.init_cache(cfg, batch=1, length=16, dtype=jnp.bfloat16)
-  logits, cache = transformer.prefill(decode_params, cfg, jnp.asarray(sequence[:, :11]), jnp.asarray([11]), cache, dtype=jnp.bfloat16)
-  logits, cache = transformer.decode_step(decode_params, cfg, jnp.asarray(sequence[:, 11]), jnp.asarray([11]), cache, dtype=jnp.bfloat16)
+  logits, cache = transformer.prefill(
+    decode_params, cfg, jnp.asarray(sequence[:, :11]), jnp.asarray([11]), cache, dtype=jnp.bfloat16
+  )
+  logits, cache = transformer.decode_step(
+    decode_params, cfg, jnp.asarray(sequence[:, 11]), jnp.asarray([11]), cache, dtype=jnp.bfloat16
+  )
   assert logits.dtype == jnp.float32 and {x.dtype for layer in cache for x in layer} == {jnp.dtype(jnp.bfloat16)}
   positions = np.arange(12, dtype=np.int32)[None]
   hidden = transformer.hidden_states(params, cfg, sequence, positions, np.ones_like(positions), dtype=jnp.bfloat16)
   scored = transformer.logits(params, cfg, hidden[:, -1])
   exact = transformer.logits(
-    params, cfg, transformer.hidden_states(params, cfg, sequence, positions, np.ones_like(positions), dtype=jnp.float32)[:, -1]
+    params, cfg,
+    transformer.hidden_states(params, cfg, sequence, positions, np.ones_like(positions), dtype=jnp.float32)[:, -1]
   )
   spread = float(jnp.std(exact))
   assert np.abs(logits - scored).max() < 0.1 * spread and np.abs(scored - exact).max() < 0.1 * spread
@@ -201,7 +227,8 @@ def test_rematerialisation_changes_neither_values_nor_gradients(remat):
   @functools.partial(jax.jit, static_argnames="remat")
   def value_and_grad(params, remat):
     return jax.value_and_grad(lambda p: token_logprobs(
-      p, cfg, tokens, positions, np.ones_like(tokens), temperature=1.0, dtype=jnp.float32, remat=remat)[0].mean())(params)
+      p, cfg, tokens, positions, np.ones_like(tokens), temperature=1.0, dtype=jnp.float32,
+      remat=remat)[0].mean())(params)
 
   kept, recomputed = value_and_grad(params, "none"), value_and_grad(params, remat)
   jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), kept, recomputed)
@@ -210,8 +237,11 @@ def test_rematerialisation_changes_neither_values_nor_gradients(remat):
 def test_fresh_parameters_have_the_tree_of_the_config_and_say_nothing_yet():
   _, cfg, _ = both("gemma2-uncapped")
   params = transformer.init_params(cfg, jax.random.key(0))
-  assert jax.tree.map(lambda x: (x.shape, x.dtype), params) == jax.tree.map(lambda x: (x.shape, x.dtype), transformer.abstract_params(cfg))
-  kernel = params["layers"]["mlp"]["down"]["kernel"]  # variance 1 / fan-in, and 1 / (2 layers) since it joins the residual
+  assert jax.tree.map(lambda x: (x.shape, x.dtype), params) == jax.tree.map(
+    lambda x: (x.shape, x.dtype), transformer.abstract_params(cfg)
+  )
+  # Variance 1 / fan-in, and 1 / (2 layers) since it joins the residual.
+  kernel = params["layers"]["mlp"]["down"]["kernel"]
   assert abs(float(kernel.std()) / (cfg.mlp_size * 2 * cfg.num_layers) ** -0.5 - 1) < 0.05
   assert not np.array_equal(kernel[0], kernel[1])
   assert (params["final_norm"]["scale"] == 0).all()  # 1 + w
@@ -230,6 +260,9 @@ def test_mistakes_are_named():
     _filled_cache(cfg, params, np.zeros((1, 4), np.int32), [4], 3)
   with pytest.raises(ValueError, match="attention backend 'flash' is unknown; it must be 'xla' or 'cudnn'"):
     transformer.hidden_states(params, cfg, tokens, tokens, tokens + 1, dtype=jnp.float32, backend="flash")
+  _, learned, _ = both("gpt2")
+  with pytest.raises(ValueError, match="a cache of 81 tokens is longer than the 80 positions that this model has learned"):
+    transformer.init_cache(learned, batch=1, length=81, dtype=jnp.float32)
   _, capped, capped_params = both("gemma2")
   with pytest.raises(ValueError, match="'cudnn' has no soft cap, but the model has 1.5"):
     transformer.hidden_states(capped_params, capped, tokens, tokens, tokens + 1, dtype=jnp.float32, backend="cudnn")

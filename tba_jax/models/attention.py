@@ -1,11 +1,12 @@
-"""The one place where attention is computed. Masks come in as booleans; scores and softmax are float32 whatever the operands are."""
+"""The one place where attention is computed. Scores and softmax are float32 whatever the operands are."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 
-# Finite, so that a row that may see nothing gives an even average rather than NaN. Such rows are padding and nobody reads them.
+# Finite, so that a row that may see nothing gives an even average rather than NaN. Such rows are padding and nobody
+# reads them.
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 

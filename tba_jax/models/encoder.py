@@ -1,7 +1,7 @@
 """BERT-like encoders (BERT, RoBERTa, MiniLM): sequence classification and sentence embeddings, for rewards and metrics.
 
-Inference only. The tree is a plain nested dict as a decoder's: "embed" (word, position, token_type tables and a norm), "layers" stacked on
-a leading axis, and, where the checkpoint has them, "pooler" and "classifier".
+Inference only. The tree is a plain nested dict as a decoder's: "embed" (word, position, token_type tables and a norm),
+"layers" stacked on a leading axis, and, where the checkpoint has them, "pooler" and "classifier".
 """
 
 from __future__ import annotations
@@ -45,34 +45,44 @@ class EncoderConfig:
     """The same as options of a decoder's attention and MLP."""
     return ModelConfig(
       family=self.family, vocab_size=self.vocab_size, num_embeddings=self.vocab_size, hidden_size=self.hidden_size,
-      num_layers=self.num_layers, num_heads=self.num_heads, num_kv_heads=self.num_heads, head_dim=self.hidden_size // self.num_heads,
+      num_layers=self.num_layers, num_heads=self.num_heads, num_kv_heads=self.num_heads,
+      head_dim=self.hidden_size // self.num_heads,
       mlp_size=self.mlp_size, max_positions=self.max_positions, norm_eps=self.norm_eps, tie_embeddings=True,
-      query_scale=(self.hidden_size // self.num_heads) ** -0.5, activation=self.activation, gated_mlp=False, norm="layer",
+      query_scale=(self.hidden_size // self.num_heads) ** -0.5, activation=self.activation, gated_mlp=False,
+      norm="layer",
       qkv_bias=True, o_bias=True, mlp_bias=True, positions="learned",
     )
 
 
 _FIELDS = {
-  "vocab_size": "vocab_size", "hidden_size": "hidden_size", "num_hidden_layers": "num_layers", "num_attention_heads": "num_heads",
+  "vocab_size": "vocab_size", "hidden_size": "hidden_size", "num_hidden_layers": "num_layers",
+  "num_attention_heads": "num_heads",
   "intermediate_size": "mlp_size", "max_position_embeddings": "max_positions", "type_vocab_size": "num_token_types",
   "layer_norm_eps": "norm_eps", "hidden_act": "activation",
 }
 _DEFAULTS = {"hidden_act": "gelu", "layer_norm_eps": 1e-12, "type_vocab_size": 2, "max_position_embeddings": 512}
 _ONLY = {**ONLY_EVERYWHERE, "is_decoder": (False,), "position_embedding_type": ("absolute",)}
 # Dropout, the share of an embedding and its head (we have no such head), and the settings of training and export tools.
-_HARMLESS = HARMLESS | {"attention_probs_dropout_prob", "hidden_dropout_prob", "tie_word_embeddings", "model_name", "directionality"}
+_HARMLESS = HARMLESS | {
+  "attention_probs_dropout_prob", "hidden_dropout_prob", "tie_word_embeddings", "model_name", "directionality"
+}
 _DEFAULT_PAD = {"bert": 0, "roberta": 1}
 
 
 def encoder_from_huggingface(config: Mapping[str, Any]) -> EncoderConfig:
-  """The options that a config.json stands for. Raises ValueError for another model_type, unknown fields and maths we do not have."""
+  """The options that a config.json stands for. Raises ValueError for another model_type, unknown fields and maths we
+  do not have.
+  """
   family = config["model_type"] if "model_type" in config else None
   if family not in _DEFAULT_PAD:
-    raise ValueError(f"model_type={family!r} is no encoder that is supported; it must be one of {', '.join(sorted(_DEFAULT_PAD))}.")
+    raise ValueError(
+      f"model_type={family!r} is no encoder that is supported; it must be one of {', '.join(sorted(_DEFAULT_PAD))}."
+    )
   unknown = sorted(set(config) - {*_FIELDS, *_ONLY, *_HARMLESS})
   if unknown:
     raise ValueError(
-      f"config.json has fields that a {family} encoder here does not know: {', '.join(f'{k}={config[k]!r}' for k in unknown)}."
+      f"config.json has fields that a {family} encoder here does not know: "
+      f"{', '.join(f'{k}={config[k]!r}' for k in unknown)}."
     )
   for name, allowed in _ONLY.items():
     if name in config and config[name] not in allowed:
@@ -122,12 +132,19 @@ def encode(params: Params, cfg: EncoderConfig, tokens: jax.Array, lengths: jax.A
   num_tokens = tokens.shape[1]
   if num_tokens + cfg.position_offset > cfg.max_positions:
     raise ValueError(
-      f"rows of {num_tokens} tokens are too long for this encoder, which takes {cfg.max_positions - cfg.position_offset}; cut them first."
+      f"rows of {num_tokens} tokens are too long for this encoder, which takes "
+      f"{cfg.max_positions - cfg.position_offset}; cut them first."
     )
   block_def, norm_def = _graphdefs(cfg)
   embed = params["embed"]
-  x = jnp.take(embed["word"]["table"], tokens, axis=0, mode="clip") + embed["position"]["table"][cfg.position_offset :][:num_tokens]
-  x = x + (embed["token_type"]["table"][0] if token_types is None else jnp.take(embed["token_type"]["table"], token_types, axis=0))
+  x = jnp.take(
+    embed["word"]["table"], tokens, axis=0, mode="clip"
+  ) + embed["position"]["table"][cfg.position_offset :][:num_tokens]
+  x = x + (
+    embed["token_type"]["table"][0] if token_types is None else jnp.take(
+      embed["token_type"]["table"], token_types, axis=0
+    )
+  )
   x = nnx.merge(norm_def, embed["norm"])(x.astype(dtype))
   mask = jnp.broadcast_to((jnp.arange(num_tokens) < lengths[:, None])[:, None, :], (*tokens.shape, num_tokens))
 
@@ -148,7 +165,9 @@ def classify(params: Params, cfg: EncoderConfig, tokens: jax.Array, lengths: jax
   return pooled @ params["classifier"]["kernel"] + params["classifier"]["bias"]
 
 
-def embed_sentences(params: Params, cfg: EncoderConfig, tokens: jax.Array, lengths: jax.Array, *, dtype: jax.typing.DTypeLike) -> jax.Array:
+def embed_sentences(
+  params: Params, cfg: EncoderConfig, tokens: jax.Array, lengths: jax.Array, *, dtype: jax.typing.DTypeLike
+) -> jax.Array:
   """Unit vectors float32 [B, D]: the mean of a text's hidden states, normalised (as sentence-transformers' MiniLM)."""
   hidden = encode(params, cfg, tokens, lengths, dtype=dtype).astype(jnp.float32)
   real = (jnp.arange(tokens.shape[1]) < lengths[:, None])[..., None]
@@ -167,7 +186,8 @@ _EMBED_NAMES = (
 _LAYER_NAMES = (
   *((f"attention.self.{name}.{kind}", f"attn/{leaf}", transform)
     for name, letter in (("query", "q"), ("key", "k"), ("value", "v"))
-    for kind, leaf, transform in (("weight", f"{letter}/kernel", "heads_out"), ("bias", f"{letter}/bias", "heads_bias"))),
+    for kind, leaf,
+    transform in (("weight", f"{letter}/kernel", "heads_out"), ("bias", f"{letter}/bias", "heads_bias"))),
   ("attention.output.dense.weight", "attn/o/kernel", "heads_in"),
   ("attention.output.dense.bias", "attn/o/bias", "same"),
   ("attention.output.LayerNorm.weight", "attn_norm/scale", "same"),
@@ -188,7 +208,9 @@ _HEAD_NAMES = {
 _UNUSED = ("cls.", "lm_head.", "embeddings.position_ids", "embeddings.token_type_ids")
 
 
-def encoder_params(cfg: EncoderConfig, tensors: Mapping[str, np.ndarray], dtype: jax.typing.DTypeLike = np.float32) -> Params:
+def encoder_params(
+  cfg: EncoderConfig, tensors: Mapping[str, np.ndarray], dtype: jax.typing.DTypeLike = np.float32
+) -> Params:
   """Our tree, on the host, out of a checkpoint's tensors.
 
   Args:
@@ -198,7 +220,9 @@ def encoder_params(cfg: EncoderConfig, tensors: Mapping[str, np.ndarray], dtype:
   unused = (*_UNUSED, "pooler.") if cfg.family == "roberta" else _UNUSED
   named = {}
   for name, tensor in tensors.items():
-    name = name.removeprefix(f"{cfg.family}.").replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
+    name = name.removeprefix(f"{cfg.family}.").replace(
+      "LayerNorm.gamma", "LayerNorm.weight"
+    ).replace("LayerNorm.beta", "LayerNorm.bias")
     if not name.startswith(unused):
       named[name] = tensor
   shapes = jax.eval_shape(lambda: nnx.to_pure_dict(nnx.state(EncoderBlock(cfg, nnx.Rngs(0)), nnx.Param)))
@@ -226,7 +250,9 @@ def encoder_params(cfg: EncoderConfig, tensors: Mapping[str, np.ndarray], dtype:
       flat[f"{part}/kernel"] = take(f"{prefix}.weight", "swap", (width, size))
       flat[f"{part}/bias"] = take(f"{prefix}.bias", "same", (size,))
   if named:
-    raise ValueError(f"the checkpoint has tensors that are no part of a {cfg.family} encoder: {', '.join(sorted(named)[:5])}.")
+    raise ValueError(
+      f"the checkpoint has tensors that are no part of a {cfg.family} encoder: {', '.join(sorted(named)[:5])}."
+    )
   tree: Params = {}
   for path, leaf in flat.items():
     *folders, last = path.split("/")

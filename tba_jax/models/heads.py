@@ -15,19 +15,22 @@ NOT_A_TOKEN = -1e30
 
 
 def token_logprobs(params: Params, cfg: ModelConfig, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array, *,
-                   temperature: float | jax.Array, dtype: jax.typing.DTypeLike, remat: str = "none", chunk_tokens: int = 1024,
-                   backend: str = "xla", constrain: Callable[[jax.Array], jax.Array] | None = None) -> tuple[jax.Array, jax.Array]:
-  """Log-probability of every token given those before it in its segment, and the entropy of the distribution it was drawn from.
+                   temperature: float | jax.Array, dtype: jax.typing.DTypeLike, remat: str = "none",
+                   chunk_tokens: int = 1024,
+                   backend: str = "xla", constrain: Callable[[jax.Array], jax.Array] | None = None) -> tuple[jax.Array,
+                   jax.Array]:
+  """Log-probability of every token given those before it in its segment, and the entropy of its distribution.
 
-  The policy is softmax(logits / temperature) over the full vocabulary. The head runs over pieces of the row with rematerialisation, so
-  that no [B, T, V] array exists in the forward or the backward pass.
+  The policy is softmax(logits / temperature) over the full vocabulary. The head runs over pieces of the row with
+  rematerialisation, so that no [B, T, V] array exists in the forward or the backward pass.
 
   Args:
-    params: stacked layers. tokens, positions, segment_ids: int32 [B, T] as in `hidden_states`; the tokens of a segment are adjacent.
+    params: stacked layers. tokens, positions, segment_ids: int32 [B, T] as in `hidden_states`; the tokens of a segment
+      are adjacent.
     temperature: > 0. dtype, remat, backend, constrain: as in `hidden_states`.
     chunk_tokens: about how many tokens' logits (f32, V each) exist at once, over all rows.
-  Returns: (log_p, entropy), float32 [B, T] in nats, aligned with the token that is scored; 0 at the first token of a segment and at
-    padding.
+  Returns: (log_p, entropy), float32 [B, T] in nats, aligned with the token that is scored; 0 at the first token of a
+    segment and at padding.
   """
   hidden = hidden_states(
     params, cfg, tokens, positions, segment_ids, dtype=dtype, remat=remat, backend=backend, constrain=constrain
@@ -38,7 +41,8 @@ def token_logprobs(params: Params, cfg: ModelConfig, tokens: jax.Array, position
   return jnp.pad(jnp.where(scored, log_p, 0.0), first), jnp.pad(jnp.where(scored, entropy, 0.0), first)
 
 
-def _chunked_head(params: Params, cfg: ModelConfig, hidden: jax.Array, targets: jax.Array, temperature: float | jax.Array,
+def _chunked_head(params: Params, cfg: ModelConfig, hidden: jax.Array, targets: jax.Array,
+                  temperature: float | jax.Array,
                   chunk_tokens: int) -> tuple[jax.Array, jax.Array]:
   """(log_p, entropy) [B, T] of targets [B, T] under the head's distributions at hidden [B, T, D]."""
   batch, length = targets.shape
@@ -48,7 +52,7 @@ def _chunked_head(params: Params, cfg: ModelConfig, hidden: jax.Array, targets: 
   num_chunks = -(-length // size)
   pad = num_chunks * size - length
 
-  def split(x: jax.Array) -> jax.Array:  # [B, T, ...] -> [chunks, B, size, ...]; rows stay whole, so their sharding does too
+  def split(x: jax.Array) -> jax.Array:  # [B, T, ...] -> [chunks, B, size, ...]; rows, and so their sharding, stay
     x = jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2))
     return jnp.moveaxis(x.reshape(batch, num_chunks, size, *x.shape[2:]), 1, 0)
 
@@ -72,7 +76,8 @@ def scalar_scores(params: Params, cfg: ModelConfig, tokens: jax.Array, positions
 
   Args:
     params: stacked layers and "score", a "kernel" [D, 1] and perhaps a "bias" [1]; no head over the vocabulary is read.
-    tokens, positions, segment_ids: int32 [B, T] as in `hidden_states`, one sequence a row; a row without tokens scores nothing sensible.
+    tokens, positions, segment_ids: int32 [B, T] as in `hidden_states`, one sequence a row; a row without tokens scores
+      nothing sensible.
   Returns: float32 [B].
   """
   hidden = hidden_states(params, cfg, tokens, positions, segment_ids, dtype=dtype, backend=backend)

@@ -1,7 +1,8 @@
-"""Hugging Face tensor names: which leaf of our tree each tensor is, and how its layout becomes ours. One table per family.
+"""Hugging Face tensor names: which leaf of our tree each tensor is, and how its layout becomes ours.
 
-A table is complete in both directions: every leaf of `abstract_params` is named once, and a checkpoint's tensor that is neither named
-nor in the family's list of known extras is an error of the reader. A fused tensor (qkv in one) appears once per part.
+A table is complete in both directions: every leaf of `abstract_params` is named once, and a checkpoint's tensor that
+is neither named nor in the family's list of known extras is an error of the reader. A fused tensor (qkv in one)
+appears once per part.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from tba_jax.models.variants import ModelConfig
 
 @dataclasses.dataclass(frozen=True)
 class Transform:
-  """Their array -> ours: reshape to `split`, take `part` = (axis, index, count) if the tensor is fused, then transpose by `perm`."""
+  """Their array -> ours: reshape to `split`, take `part` = (axis, index, count) if the tensor is fused, then transpose
+  by `perm`.
+  """
 
   hf_shape: tuple[int, ...]
   split: tuple[int, ...]
@@ -33,9 +36,13 @@ class Transform:
     return tuple(shape[axis] for axis in self.perm)
 
   def to_tree(self, array: np.ndarray) -> np.ndarray:
-    """One layer's leaf (a view where numpy can). Raises ValueError when the tensor has another shape than the config implies."""
+    """One layer's leaf (a view where numpy can). Raises ValueError when the tensor has another shape than the config
+    implies.
+    """
     if tuple(array.shape) != self.hf_shape:
-      raise ValueError(f"the tensor has shape {tuple(array.shape)}, but config.json implies {self.hf_shape}; is it of another model?")
+      raise ValueError(
+        f"the tensor has shape {tuple(array.shape)}, but config.json implies {self.hf_shape}; is it of another model?"
+      )
     array = array.reshape(self.split)
     if self.part is not None:
       array = array.take(self.part[1], axis=self.part[0])
@@ -56,7 +63,9 @@ class HfTensor:
 
 
 def to_huggingface_tensor(entries: Sequence[HfTensor], leaves: Sequence[np.ndarray]) -> np.ndarray:
-  """The tensor that entries of one hf_name were read from: the inverse of `Transform.to_tree`. leaves[i] belongs to entries[i]."""
+  """The tensor that entries of one hf_name were read from: the inverse of `Transform.to_tree`. leaves[i] belongs to
+  entries[i].
+  """
   transform = entries[0].transform
   assert len({entry.hf_name for entry in entries}) == 1
   parts = [entry.transform._from_tree(leaf) for entry, leaf in zip(entries, leaves, strict=True)]
@@ -69,7 +78,8 @@ def to_huggingface_tensor(entries: Sequence[HfTensor], leaves: Sequence[np.ndarr
   return np.stack([parts[order.index(i)] for i in range(count)], axis=axis).reshape(transform.hf_shape)
 
 
-# Pattern of the HF name ({i} is the layer), our path, transform. Leaves that a model lacks (biases, a tied head) are left out by shape.
+# Pattern of the HF name ({i} is the layer), our path, transform. Leaves that a model lacks (biases, a tied head) are
+# left out by shape.
 LLAMA = (
   ("model.embed_tokens.weight", "embed/table", "same"),
   ("model.layers.{i}.input_layernorm.weight", "layers/attn_norm/scale", "same"),
@@ -96,7 +106,8 @@ _QK_NORMS = (
   ("model.layers.{i}.self_attn.q_norm.weight", "layers/attn/q_norm/scale", "same"),
   ("model.layers.{i}.self_attn.k_norm.weight", "layers/attn/k_norm/scale", "same"),
 )
-# With norms on both sides of the MLP, the name that Llama gives to the one before it belongs to the one after attention.
+# With norms on both sides of the MLP, the name that Llama gives to the one before it belongs to the one after
+# attention.
 _POST_NORMS = (
   ("model.layers.{i}.post_attention_layernorm.weight", "layers/post_attn_norm/scale", "same"),
   ("model.layers.{i}.pre_feedforward_layernorm.weight", "layers/mlp_norm/scale", "same"),
@@ -165,7 +176,8 @@ EXTRA_NAMES = {
   "gpt2": (r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",),
 }
 
-# Where the head is tied, its name may be in the checkpoint as well; it must then hold the same numbers as the embedding.
+# Where the head is tied, its name may be in the checkpoint as well; it must then hold the same numbers as the
+# embedding.
 TIED_NAMES = {
   **dict.fromkeys(HF_NAMES, ("lm_head.weight", "model.embed_tokens.weight")),
   "gpt_neox": ("embed_out.weight", "gpt_neox.embed_in.weight"),
@@ -181,7 +193,9 @@ _ALIASES = {("gpt_neox", "lm_head.weight"): "embed_out.weight"}
 
 
 def table_name(cfg: ModelConfig, hf_name: str) -> str:
-  """The name under which the family's table has a checkpoint's tensor, which may be spelt without its prefix or in a newer way."""
+  """The name under which the family's table has a checkpoint's tensor, which may be spelt without its prefix or in a
+  newer way.
+  """
   hf_name = hf_name.removeprefix(_BACKBONE)
   if (cfg.family, hf_name) in _ALIASES:
     return _ALIASES[cfg.family, hf_name]
@@ -194,7 +208,9 @@ def table_name(cfg: ModelConfig, hf_name: str) -> str:
 
 def hf_to_tree(cfg: ModelConfig) -> list[HfTensor]:
   """All tensors of a checkpoint of this model, one entry per leaf and layer, in the order of the table."""
-  shapes = {"/".join(key.key for key in path): leaf.shape for path, leaf in jax.tree.leaves_with_path(abstract_params(cfg))}
+  shapes = {
+    "/".join(key.key for key in path): leaf.shape for path, leaf in jax.tree.leaves_with_path(abstract_params(cfg))
+  }
   entries, used = [], set()
   for pattern, path, kind in HF_NAMES[cfg.family]:
     if path not in shapes:
@@ -209,7 +225,8 @@ def hf_to_tree(cfg: ModelConfig) -> list[HfTensor]:
 
 
 def scalar_head(cfg: ModelConfig, hf_names: Collection[str]) -> list[HfTensor]:
-  """The tensors of a reward model's scalar head, leaves score/kernel [D, 1] and score/bias [1], by the names that are there.
+  """The tensors of a reward model's scalar head, leaves score/kernel [D, 1] and score/bias [1], by the names that are
+  there.
 
   Raises: ValueError if neither layout, or more than one, is there.
   """

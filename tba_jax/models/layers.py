@@ -1,4 +1,4 @@
-"""The maths of one decoder block, as Flax NNX modules. They hold no state but parameters, whose names are the parameter tree's.
+"""The maths of one decoder block, as Flax NNX modules whose only state is the parameters, named as in the tree.
 
 A block does not know whether it trains, prefills or decodes: `attend(q, k, v)`, given by the caller, is what differs.
 """
@@ -49,7 +49,9 @@ class Norm(nnx.Module):
 class Linear(nnx.Module):
   """y = x kernel + bias over the last axes: kernel is [*in, *out], and the parameters are cast to x's dtype."""
 
-  def __init__(self, key: jax.Array, num_in: tuple[int, ...], num_out: tuple[int, ...], *, bias: bool, gain: float = 1.0):
+  def __init__(
+    self, key: jax.Array, num_in: tuple[int, ...], num_out: tuple[int, ...], *, bias: bool, gain: float = 1.0
+  ):
     fan_in = 1
     for size in num_in:
       fan_in *= size

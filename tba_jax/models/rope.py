@@ -31,7 +31,9 @@ class RopeScaling:
 FIELDS: dict[str, tuple[str, ...]] = {
   "none": (),
   "plain": ("rope_theta", "rope_scaling", "rope_parameters"),
-  "partial": ("rope_theta", "rope_scaling", "rope_parameters", "rotary_emb_base", "rotary_pct", "partial_rotary_factor"),
+  "partial": (
+    "rope_theta", "rope_scaling", "rope_parameters", "rotary_emb_base", "rotary_pct", "partial_rotary_factor"
+  ),
   "by_layer_type": ("rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq"),
 }
 # Per kind of scaling: parameters that it must have, and that it may have, theirs to ours.
@@ -59,7 +61,8 @@ def read(style: str, config: Mapping[str, Any], *, default_theta: float, head_di
     default_theta: of a family whose config.json may be silent.
     max_positions: context that a scaling starts from if it does not say.
     any_sliding: whether the model has sliding layers (those of "by_layer_type" have a theta of their own).
-  Raises: ValueError for a kind of scaling that we do not have, a parameter that is not its own, and two spellings that disagree.
+  Raises: ValueError for a kind of scaling that we do not have, a parameter that is not its own, and two spellings that
+    disagree.
   """
   if style == "none":
     return {}
@@ -74,8 +77,8 @@ def read(style: str, config: Mapping[str, Any], *, default_theta: float, head_di
       full = dict(parameters.pop("full_attention", None) or {})
       if set(sliding) != {"rope_type", "rope_theta"} or sliding["rope_type"] != "default" or parameters:
         raise ValueError(
-          f"config.json has rope_parameters {sliding} for sliding layers and {parameters} beside the layer types; sliding layers here "
-          "take a rope_theta and rope_type 'default' only."
+          f"config.json has rope_parameters {sliding} for sliding layers and {parameters} beside the layer types; "
+          "sliding layers here take a rope_theta and rope_type 'default' only."
         )
       local, parameters = sliding["rope_theta"], full
     if any_sliding:
@@ -114,7 +117,8 @@ def _read_scaling(parameters: Mapping[str, Any], max_positions: int) -> RopeScal
     raise ValueError(f"rope_type={kind!r} is not supported; it must be one of default, {', '.join(_SCALINGS)}.")
   if not set(needed) <= set(given) or not set(given) <= {*needed, *optional}:
     raise ValueError(
-      f"rope_type={kind!r} needs the parameters {sorted(needed)} and may have {sorted(optional)}, but config.json gives {sorted(given)}."
+      f"rope_type={kind!r} needs the parameters {sorted(needed)} and may have {sorted(optional)}, but config.json "
+      f"gives {sorted(given)}."
     )
   if kind == "default":
     return None
@@ -123,7 +127,9 @@ def _read_scaling(parameters: Mapping[str, Any], max_positions: int) -> RopeScal
   return RopeScaling(kind=kind, **{{**needed, **optional}[name]: value for name, value in given.items()})
 
 
-def write(style: str, *, theta: float, scaling: RopeScaling | None, local_theta: float | None, partial: float) -> dict[str, Any]:
+def write(
+  style: str, *, theta: float, scaling: RopeScaling | None, local_theta: float | None, partial: float
+) -> dict[str, Any]:
   """The inverse of `read`, in the older spelling, which every version of transformers reads."""
   if style == "none":
     return {}
@@ -131,7 +137,9 @@ def write(style: str, *, theta: float, scaling: RopeScaling | None, local_theta:
   if scaling is not None:
     needed, optional = _SCALINGS[scaling.kind]
     values = {theirs: getattr(scaling, ours) for theirs, ours in {**needed, **optional}.items()}
-    fields["rope_scaling"] = {"rope_type": scaling.kind, **{name: value for name, value in values.items() if value is not None}}
+    fields["rope_scaling"] = {
+      "rope_type": scaling.kind, **{name: value for name, value in values.items() if value is not None}
+    }
   if style == "partial":
     fields = {"rotary_emb_base": fields.pop("rope_theta"), "rotary_pct": partial, **fields}
   if local_theta is not None:
@@ -162,7 +170,9 @@ def inverse_frequencies(theta: float, rotary_dim: int, scaling: RopeScaling | No
 
 
 def _yarn_ramp(theta: float, rotary_dim: int, scaling: RopeScaling) -> np.ndarray:
-  """[rotary_dim / 2], 0 for pairs that turn beta_fast times or more within the original context, 1 for beta_slow times or fewer."""
+  """[rotary_dim / 2], 0 for pairs that turn beta_fast times or more within the original context, 1 for beta_slow times
+  or fewer.
+  """
 
   def pair_that_turns(times: float) -> float:
     return rotary_dim * math.log(scaling.original_max_positions / (times * 2 * math.pi)) / (2 * math.log(theta))
@@ -185,7 +195,9 @@ def attention_factor(scaling: RopeScaling | None) -> float:
   return 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
 
 
-def rope_table(positions: jax.Array, *, theta: float, rotary_dim: int, scaling: RopeScaling | None) -> tuple[jax.Array, jax.Array]:
+def rope_table(
+  positions: jax.Array, *, theta: float, rotary_dim: int, scaling: RopeScaling | None
+) -> tuple[jax.Array, jax.Array]:
   """(cos, sin), each f32 [..., 1, rotary_dim / 2], for positions [...]. f32: bfloat16 has no integers beyond 256."""
   angles = positions.astype(jnp.float32)[..., None, None] * inverse_frequencies(theta, rotary_dim, scaling)
   factor = attention_factor(scaling)
@@ -193,7 +205,9 @@ def rope_table(positions: jax.Array, *, theta: float, rotary_dim: int, scaling: 
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-  """Turns the first entries of each head of x [..., heads, H]: entry i with entry i + rotary_dim / 2; the rest passes through."""
+  """Turns the first entries of each head of x [..., heads, H]: entry i with entry i + rotary_dim / 2; the rest passes
+  through.
+  """
   half = cos.shape[-1]
   first, second, rest = jnp.split(x, (half, 2 * half), axis=-1)
   first, second = first.astype(jnp.float32), second.astype(jnp.float32)

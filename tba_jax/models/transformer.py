@@ -1,7 +1,8 @@
-"""Decoders as pure functions over a parameter tree: scoring (layers stacked and scanned), and prefill and decode (layers unrolled).
+"""Decoders as pure functions over a parameter tree: scoring with layers scanned, prefill and decode with them unrolled.
 
-The tree is a plain nested dict; its leaves under "layers" carry a leading layer axis. `unstack` gives the decode layout, in which "layers"
-is a tuple with one dict per layer: unrolled layers decode faster and their caches are updated in place.
+The tree is a plain nested dict; its leaves under "layers" carry a leading layer axis. `unstack` gives the decode
+layout, in which "layers" is a tuple with one dict per layer: unrolled layers decode faster and their caches are updated
+in place.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ REMAT_POLICIES = {
 
 
 def init_params(cfg: ModelConfig, key: jax.Array, dtype: jax.typing.DTypeLike = jnp.float32) -> Params:
-  """Random parameters: kernels of variance 1 / fan-in, embeddings of standard deviation 0.02, unit norms, zero biases."""
+  """Random parameters: kernels of variance 1 / fan-in, embeddings of standard deviation 0.02, unit norms, zero biases.
+  """
   embed_key, pos_key, head_key, layers_key = jax.random.split(key, 4)
 
   def table(key: jax.Array, rows: int) -> jax.Array:
@@ -67,8 +69,11 @@ def _graphdefs(cfg: ModelConfig) -> tuple[nnx.GraphDef, nnx.GraphDef]:
   return nnx.graphdef(block), nnx.graphdef(norm)
 
 
-def _embed(params: Params, cfg: ModelConfig, tokens: jax.Array, positions: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-  """[..., D]. Ids out of range are clipped: they stand in padding, where any id must do, and the default fill is NaN."""
+def _embed(
+  params: Params, cfg: ModelConfig, tokens: jax.Array, positions: jax.Array, dtype: jax.typing.DTypeLike
+) -> jax.Array:
+  """[..., D]. Ids out of range are clipped: they stand in padding, where any id must do, and the default fill is NaN.
+  """
   x = jnp.take(params["embed"]["table"], tokens, axis=0, mode="clip").astype(dtype)
   if cfg.scale_embeddings:
     x = x * jnp.asarray(cfg.hidden_size**0.5, dtype)
@@ -88,7 +93,9 @@ def _rope_tables(cfg: ModelConfig, positions: jax.Array) -> list[tuple[jax.Array
   return tables
 
 
-def _within_window(cfg: ModelConfig, mask: jax.Array, query_positions: jax.Array, key_positions: jax.Array) -> jax.Array:
+def _within_window(
+  cfg: ModelConfig, mask: jax.Array, query_positions: jax.Array, key_positions: jax.Array
+) -> jax.Array:
   """The mask of the sliding layers."""
   return mask & (query_positions[:, :, None] - key_positions[:, None, :] < cfg.window)
 
@@ -99,10 +106,11 @@ def hidden_states(params: Params, cfg: ModelConfig, tokens: jax.Array, positions
   """Final-normed hidden states of whole sequences, for scoring and training.
 
   Args:
-    params: stacked layers. tokens, positions, segment_ids: int32 [B, T]. A token sees those of its own segment at positions up to its
-      own; segment 0 is padding, whose outputs are finite and mean nothing.
+    params: stacked layers. tokens, positions, segment_ids: int32 [B, T]. A token sees those of its own segment at
+      positions up to its own; segment 0 is padding, whose outputs are finite and mean nothing.
     dtype: of the computation; norms and softmax are float32 within it.
-    remat: what the backward pass keeps of a layer: "none" (everything), "dots" (matrix products), "full" (its input only).
+    remat: what the backward pass keeps of a layer: "none" (everything), "dots" (matrix products), "full" (its input
+      only).
     backend: of `attention.attention`.
     constrain: applied to the residual stream [B, T, D] at every layer, to pin its sharding.
   Returns: [B, T, D] in dtype.
@@ -124,7 +132,9 @@ def hidden_states(params: Params, cfg: ModelConfig, tokens: jax.Array, positions
       rope = jax.tree.map(lambda full, local: jnp.where(sliding, local, full), *ropes)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
-      return attention_lib.attention(q, k, v, mask, scale=cfg.query_scale, softcap=cfg.attn_softcap, backend=backend), None
+      return attention_lib.attention(
+        q, k, v, mask, scale=cfg.query_scale, softcap=cfg.attn_softcap, backend=backend
+      ), None
 
     x, _ = nnx.merge(block_def, layer_params)(x, rope, attend)
     return constrain(x), None
@@ -139,9 +149,13 @@ def hidden_states(params: Params, cfg: ModelConfig, tokens: jax.Array, positions
 def masked_logits(params: Params, cfg: ModelConfig, hidden: jax.Array, masked: float) -> jax.Array:
   """As `logits`, with `masked` at ids that do not exist."""
   if cfg.tie_embeddings:
-    out = jnp.einsum("...D,VD->...V", hidden, params["embed"]["table"].astype(hidden.dtype), preferred_element_type=jnp.float32)
+    out = jnp.einsum(
+      "...D,VD->...V", hidden, params["embed"]["table"].astype(hidden.dtype), preferred_element_type=jnp.float32
+    )
   else:
-    out = jnp.einsum("...D,DV->...V", hidden, params["lm_head"]["kernel"].astype(hidden.dtype), preferred_element_type=jnp.float32)
+    out = jnp.einsum(
+      "...D,DV->...V", hidden, params["lm_head"]["kernel"].astype(hidden.dtype), preferred_element_type=jnp.float32
+    )
   if cfg.final_softcap is not None:
     out = cfg.final_softcap * jnp.tanh(out / cfg.final_softcap)
   if cfg.vocab_size < cfg.num_embeddings:
@@ -150,7 +164,9 @@ def masked_logits(params: Params, cfg: ModelConfig, hidden: jax.Array, masked: f
 
 
 def logits(params: Params, cfg: ModelConfig, hidden: jax.Array) -> jax.Array:
-  """float32 [..., V] from hidden [..., D]; either layout of params. Accumulated in float32; -inf at ids that do not exist."""
+  """float32 [..., V] from hidden [..., D]; either layout of params. Accumulated in float32; -inf at ids that do not
+  exist.
+  """
   return masked_logits(params, cfg, hidden, -jnp.inf)
 
 
@@ -162,7 +178,16 @@ def unstack(params: Params) -> Params:
 
 
 def init_cache(cfg: ModelConfig, *, batch: int, length: int, dtype: jax.typing.DTypeLike) -> Cache:
-  """An empty cache for `batch` rows of up to `length` tokens. Heads lie before slots: on CPU attention then reads it 4 times faster."""
+  """An empty cache for `batch` rows of up to `length` tokens.
+
+  Heads lie before slots: on CPU attention then reads it 4 times faster.
+  Raises: ValueError if `length` is beyond a table of learned positions.
+  """
+  if cfg.positions == "learned" and length > cfg.max_positions:
+    raise ValueError(
+      f"a cache of {length} tokens is longer than the {cfg.max_positions} positions that this model has learned; "
+      "shorten prompts or responses."
+    )
   shape = (batch, cfg.num_kv_heads, length, cfg.head_dim)
   return tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(cfg.num_layers))
 
@@ -172,7 +197,8 @@ def _run_layers(params: Params, cfg: ModelConfig, x: jax.Array, positions: jax.A
                 read: Callable[[jax.Array, jax.Array], jax.Array]) -> tuple[jax.Array, Cache]:
   """The unrolled layers and the final norm over x [B, T, D].
 
-  `write(cached, new)` gives a layer's cache with the new keys or values in it; `read(cached, new)` gives what the queries look at.
+  `write(cached, new)` gives a layer's cache with the new keys or values in it; `read(cached, new)` gives what the
+  queries look at.
   """
   block_def, norm_def = _graphdefs(cfg)
   ropes = _rope_tables(cfg, positions)
@@ -185,7 +211,8 @@ def _run_layers(params: Params, cfg: ModelConfig, x: jax.Array, positions: jax.A
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
       kept = write(layer_cache[0], k), write(layer_cache[1], v)
       context = attention_lib.attention(
-        q, read(kept[0], k), read(kept[1], v), layer_mask, scale=cfg.query_scale, softcap=cfg.attn_softcap, kv_layout="BKSH"
+        q, read(kept[0], k), read(kept[1], v), layer_mask, scale=cfg.query_scale, softcap=cfg.attn_softcap,
+        kv_layout="BKSH"
       )
       return context, kept
 
@@ -200,24 +227,27 @@ def prefill(params: Params, cfg: ModelConfig, tokens: jax.Array, lengths: jax.Ar
 
   Args:
     params: decode layout. tokens: int32 [B, P], padded on the right. lengths: int32 [B], each in 1..P.
-    cache: of B rows and at least P slots. Slots at and beyond a row's length come out with values that mean nothing; decoding writes
-      each of them before it reads it.
+    cache: of B rows and at least P slots. Slots at and beyond a row's length come out with values that mean nothing;
+      decoding writes each of them before it reads it.
   Returns: logits f32 [B, V] after each prompt's last token, and the cache.
   Raises: ValueError if the cache has fewer slots than P.
   """
   batch, num_prompt = tokens.shape
   if cache[0][0].shape[2] < num_prompt:
-    raise ValueError(f"prompts padded to {num_prompt} tokens do not fit a cache of {cache[0][0].shape[2]} slots; lengthen the cache.")
+    raise ValueError(
+      f"prompts padded to {num_prompt} tokens do not fit a cache of {cache[0][0].shape[2]} slots; lengthen the cache."
+    )
   positions = jnp.broadcast_to(jnp.arange(num_prompt, dtype=jnp.int32), (batch, num_prompt))
   mask = attention_lib.segment_mask(positions, (positions < lengths[:, None]).astype(jnp.int32))
 
   def write(cached: jax.Array, new: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_slice(cached, new.swapaxes(1, 2).astype(cached.dtype), (0, 0, 0, 0))
 
+  def read(cached: jax.Array, new: jax.Array) -> jax.Array:  # as decoding will see it, in the cache's precision
+    return new.swapaxes(1, 2).astype(cached.dtype).astype(dtype)
+
   x = _embed(params, cfg, tokens, positions, dtype)
-  x, cache = _run_layers(
-    params, cfg, x, positions, cache, mask, positions, write, lambda cached, new: new.swapaxes(1, 2).astype(cached.dtype).astype(dtype)
-  )
+  x, cache = _run_layers(params, cfg, x, positions, cache, mask, positions, write, read)
   last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
   return logits(params, cfg, last), cache
 
@@ -227,8 +257,8 @@ def decode_step(params: Params, cfg: ModelConfig, tokens: jax.Array, positions: 
   """One token for every row; rows are independent.
 
   Args:
-    params: decode layout. tokens: int32 [B]. positions: int32 [B], where each row's token stands and is written; a row whose position
-      is outside the cache writes nothing.
+    params: decode layout. tokens: int32 [B]. positions: int32 [B], where each row's token stands and is written; a row
+      whose position is outside the cache writes nothing.
     cache: as `prefill` left it; donate it, so that it is updated in place.
     kv_length: attend to the first kv_length slots only (static); every live position must be below it.
   Returns: logits f32 [B, V] for the next token of each row, and the cache.

@@ -1,7 +1,7 @@
 """Model families as data: what a Hugging Face config.json says about the maths, as one frozen record of options.
 
-`from_huggingface` reads or refuses every field: a field that it does not know is an error, because a field skipped in silence is a model
-that is subtly another one. What is known to leave the forward pass alone is listed in HARMLESS.
+`from_huggingface` reads or refuses every field: a field that it does not know is an error, because a field skipped in
+silence is a model that is subtly another one. What is known to leave the forward pass alone is listed in HARMLESS.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from tba_jax.models.rope import RopeScaling
 class ModelConfig:
   """Everything that changes a decoder's maths or shapes. Hashable, so that it can be a static argument of jit.
 
-  `vocab_size` counts the token ids that exist; `num_embeddings` (V) counts the rows of the table, which may hold padding rows that are
-  never sampled and take no part in any normaliser. A window w lets a position see itself and the w - 1 positions before it.
+  `vocab_size` counts the token ids that exist; `num_embeddings` (V) counts the rows of the table, which may hold
+  padding rows that are never sampled and take no part in any normaliser. A window w lets a position see itself and the
+  w - 1 positions before it.
   """
 
   family: str
@@ -58,8 +59,8 @@ class ModelConfig:
   def __post_init__(self):
     if not 0 < self.vocab_size <= self.num_embeddings:
       raise ValueError(
-        f"vocab_size={self.vocab_size} must be between 1 and num_embeddings={self.num_embeddings}, the rows of the embedding table; "
-        "is this the tokenizer of another model?"
+        f"vocab_size={self.vocab_size} must be between 1 and num_embeddings={self.num_embeddings}, the rows of the "
+        "embedding table; is this the tokenizer of another model?"
       )
     if self.num_kv_heads <= 0 or self.num_heads % self.num_kv_heads:
       raise ValueError(f"num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}.")
@@ -69,8 +70,8 @@ class ModelConfig:
       raise ValueError(f"rotary_dim={self.rotary_dim} must be even and at most head_dim={self.head_dim}.")
     if self.sliding_layers and (len(self.sliding_layers) != self.num_layers or self.window is None):
       raise ValueError(
-        f"sliding_layers has {len(self.sliding_layers)} entries and window={self.window}; it needs one entry for each of "
-        f"num_layers={self.num_layers} and a window."
+        f"sliding_layers has {len(self.sliding_layers)} entries and window={self.window}; it needs one entry for "
+        f"each of num_layers={self.num_layers} and a window."
       )
 
 
@@ -78,9 +79,10 @@ class ModelConfig:
 class Family:
   """How one model_type writes its config.json.
 
-  `fields` maps a field of theirs to the options of ours that it sets, and is read in both directions. `defaults` holds what
-  transformers assumes where config.json is silent. `fixed` are options that the family has without saying so. `only` lists fields
-  whose other values are maths that we do not have. `rope` and `windows` name how rotations and sliding windows are written.
+  `fields` maps a field of theirs to the options of ours that it sets, and is read in both directions. `defaults` holds
+  what transformers assumes where config.json is silent. `fixed` are options that the family has without saying so.
+  `only` lists fields whose other values are maths that we do not have. `rope` and `windows` name how rotations and
+  sliding windows are written.
   """
 
   architecture: str
@@ -90,7 +92,7 @@ class Family:
   only: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
   rope: str = "plain"  # none | plain | partial | by_layer_type
   rope_theta: float = 10000.0  # assumed where config.json is silent
-  windows: str = "none"  # none | all (every layer) | upper (layers from max_window_layers) | pattern (all but every n-th layer)
+  windows: str = "none"  # none | all layers | upper: those from max_window_layers on | pattern: all but every n-th
   window_pattern: int = 0  # n of the pattern that is assumed where config.json is silent
 
 
@@ -108,7 +110,8 @@ _FIELDS = {
   "hidden_act": ("activation",),
 }
 _DEFAULTS = {
-  "num_key_value_heads": None, "head_dim": None, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu",
+  "num_key_value_heads": None, "head_dim": None, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+  "hidden_act": "silu",
 }
 _ATTENTION_BIAS = {"attention_bias": ("qkv_bias", "o_bias")}
 _GEMMA_DEFAULTS = {
@@ -118,7 +121,8 @@ _GEMMA_FIXED = {"norm": "rms_plus_one", "scale_embeddings": True}
 _GEMMA_ONLY = {"use_bidirectional_attention": (None, False)}
 _GEMMA2_FIELDS = {
   **{name: targets for name, targets in _FIELDS.items() if name != "hidden_act"}, **_ATTENTION_BIAS,
-  "hidden_activation": ("activation",), "query_pre_attn_scalar": ("query_scale",), "final_logit_softcapping": ("final_softcap",),
+  "hidden_activation": ("activation",), "query_pre_attn_scalar": ("query_scale",),
+  "final_logit_softcapping": ("final_softcap",),
 }
 _GEMMA2_DEFAULTS = {**_GEMMA_DEFAULTS, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256}
 
@@ -146,7 +150,9 @@ FAMILIES: dict[str, Family] = {
   "qwen3": Family(
     architecture="Qwen3ForCausalLM",
     fields={**_FIELDS, **_ATTENTION_BIAS},
-    defaults={**_DEFAULTS, "num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768, "attention_bias": False},
+    defaults={
+      **_DEFAULTS, "num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768, "attention_bias": False
+    },
     fixed={"qk_norm": True},
     windows="upper",
   ),
@@ -181,14 +187,15 @@ FAMILIES: dict[str, Family] = {
     architecture="GPTNeoXForCausalLM",
     fields={
       **{name: _FIELDS[name] for name in (
-        "vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "max_position_embeddings", "tie_word_embeddings", "hidden_act"
+        "vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "max_position_embeddings",
+        "tie_word_embeddings", "hidden_act"
       )},
       **_ATTENTION_BIAS, "num_attention_heads": ("num_heads", "num_kv_heads"), "layer_norm_eps": ("norm_eps",),
       "use_parallel_residual": ("parallel_residual",),
     },
     defaults={
-      "max_position_embeddings": 2048, "layer_norm_eps": 1e-5, "tie_word_embeddings": False, "hidden_act": "gelu", "attention_bias": True,
-      "use_parallel_residual": True,
+      "max_position_embeddings": 2048, "layer_norm_eps": 1e-5, "tie_word_embeddings": False, "hidden_act": "gelu",
+      "attention_bias": True, "use_parallel_residual": True,
     },
     fixed={"norm": "layer", "gated_mlp": False, "mlp_bias": True, "head_dim": None},
     rope="partial",
@@ -196,26 +203,30 @@ FAMILIES: dict[str, Family] = {
   "gpt2": Family(
     architecture="GPT2LMHeadModel",
     fields={
-      "vocab_size": ("num_embeddings",), "n_embd": ("hidden_size",), "n_layer": ("num_layers",), "n_head": ("num_heads", "num_kv_heads"),
-      "n_inner": ("mlp_size",), "n_positions": ("max_positions",), "layer_norm_epsilon": ("norm_eps",),
-      "activation_function": ("activation",), "tie_word_embeddings": ("tie_embeddings",),
+      "vocab_size": ("num_embeddings",), "n_embd": ("hidden_size",), "n_layer": ("num_layers",),
+      "n_head": ("num_heads", "num_kv_heads"), "n_inner": ("mlp_size",), "n_positions": ("max_positions",),
+      "layer_norm_epsilon": ("norm_eps",), "activation_function": ("activation",), "tie_word_embeddings": ("tie_embeddings",),
     },
     defaults={
-      "n_inner": None, "n_positions": 1024, "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new", "tie_word_embeddings": True,
+      "n_inner": None, "n_positions": 1024, "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new",
+      "tie_word_embeddings": True,
     },
     fixed={
-      "norm": "layer", "gated_mlp": False, "mlp_bias": True, "qkv_bias": True, "o_bias": True, "head_dim": None, "positions": "learned",
-      "rotary_dim": 0,
+      "norm": "layer", "gated_mlp": False, "mlp_bias": True, "qkv_bias": True, "o_bias": True, "head_dim": None,
+      "positions": "learned", "rotary_dim": 0,
     },
-    only={"scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,), "reorder_and_upcast_attn": (False, True)},
+    only={
+      "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,),
+      "reorder_and_upcast_attn": (False, True),
+    },
     rope="none",
   ),
 }
 
 # Names of activation functions, theirs to ours.
 ACTIVATION_NAMES = {
-  "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
-  "relu": "relu",
+  "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
+  "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu",
 }
 _ACTIVATIONS_WRITTEN = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu"}
 
@@ -229,37 +240,45 @@ _LAYER_TYPES = {"full_attention": False, "sliding_attention": True}
 
 # Fields that any family may carry and whose other values are maths that we do not have.
 ONLY_EVERYWHERE = {
-  "add_cross_attention": (False,), "auto_map": (None,), "cross_attention_hidden_size": (None,), "is_decoder": (False, True),
-  "is_encoder_decoder": (False,), "pruned_heads": (None, {}), "quantization_config": (None,), "tie_encoder_decoder": (False,),
+  "add_cross_attention": (False,), "auto_map": (None,), "cross_attention_hidden_size": (None,),
+  "is_decoder": (False, True), "is_encoder_decoder": (False,), "pruned_heads": (None, {}),
+  "quantization_config": (None,), "tie_encoder_decoder": (False,),
 }
 
-# Fields that do not change the forward pass: bookkeeping, token ids, generation settings, initialisation, and dropout, which neither
-# scoring nor training applies here (a policy with dropout has no one probability for a token).
+# Fields that do not change the forward pass: bookkeeping, token ids, generation settings, initialisation, and
+# dropout, which neither scoring nor training applies here (a policy with dropout has no one probability for a token).
 HARMLESS = frozenset("""
-  _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path architectures attention_dropout attn_pdrop bad_words_ids
-  begin_suppress_tokens bos_token_id cache_implementation chunk_size_feed_forward classifier_dropout decoder_start_token_id
-  diversity_penalty do_sample dtype early_stopping embd_pdrop encoder_no_repeat_ngram_size eos_token_id
-  exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id gradient_checkpointing hidden_dropout id2label
-  initializer_range is_llama_config label2id length_penalty max_length min_length model_type n_ctx no_repeat_ngram_size num_beam_groups num_beams num_labels
-  num_return_sequences output_attentions output_hidden_states output_scores pad_token_id prefix pretraining_tp problem_type
-  remove_invalid_values repetition_penalty resid_pdrop return_dict return_dict_in_generate sep_token_id summary_activation
-  summary_first_dropout summary_proj_to_labels summary_type summary_use_proj suppress_tokens task_specific_params temperature
-  tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config transformers_version typical_p unsloth_fixed unsloth_version
-  use_bfloat16 use_cache
+  _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path architectures attention_dropout
+  attn_pdrop bad_words_ids begin_suppress_tokens bos_token_id cache_implementation chunk_size_feed_forward
+  classifier_dropout decoder_start_token_id diversity_penalty do_sample dtype early_stopping embd_pdrop
+  encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task forced_bos_token_id
+  forced_eos_token_id gradient_checkpointing hidden_dropout id2label initializer_range is_llama_config label2id
+  length_penalty max_length min_length model_type n_ctx no_repeat_ngram_size num_beam_groups num_beams num_labels
+  num_return_sequences output_attentions output_hidden_states output_scores pad_token_id prefix pretraining_tp
+  problem_type remove_invalid_values repetition_penalty resid_pdrop return_dict return_dict_in_generate sep_token_id
+  summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj suppress_tokens
+  task_specific_params temperature tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript
+  transformers.js_config transformers_version typical_p unsloth_fixed unsloth_version use_bfloat16 use_cache
 """.split())
 
 
 def from_huggingface(config: Mapping[str, Any]) -> ModelConfig:
-  """The options that a config.json stands for. `vocab_size` comes out as the number of table rows; the tokenizer may lower it.
+  """The options that a config.json stands for. `vocab_size` comes out as the number of table rows; the tokenizer may
+  lower it.
 
-  Raises: ValueError for a model_type that is not in FAMILIES, a field that is not known, and a value whose maths we do not have.
+  Raises: ValueError for a model_type that is not in FAMILIES, a field that is not known, and a value whose maths we do
+    not have.
   """
   name, family = _family_of(config)
-  known = {*family.fields, *family.only, *rope.FIELDS[family.rope], *_WINDOW_FIELDS[family.windows], *ONLY_EVERYWHERE, *HARMLESS}
+  known = {
+    *family.fields, *family.only, *rope.FIELDS[family.rope], *_WINDOW_FIELDS[family.windows], *ONLY_EVERYWHERE,
+    *HARMLESS
+  }
   unknown = sorted(set(config) - known)
   if unknown:
     raise ValueError(
-      f"config.json has fields that a {name} model here does not know: {', '.join(f'{k}={config[k]!r}' for k in unknown)}. "
+      f"config.json has fields that a {name} model here does not know: "
+      f"{', '.join(f'{k}={config[k]!r}' for k in unknown)}. "
       "They may change the model; if they cannot, add them to HARMLESS in models/variants.py."
     )
   for field, allowed in {**ONLY_EVERYWHERE, **family.only}.items():
@@ -286,7 +305,9 @@ def _family_of(config: Mapping[str, Any]) -> tuple[str, Family]:
   stem = family.architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
   allowed = {family.architecture, f"{stem}Model", f"{stem}ForSequenceClassification", f"{stem}ForTokenClassification"}
   if architectures and not set(architectures) <= allowed:
-    raise ValueError(f"config.json has architectures={list(architectures)}; model_type={name!r} takes {_either(sorted(allowed))}.")
+    raise ValueError(
+      f"config.json has architectures={list(architectures)}; model_type={name!r} takes {_either(sorted(allowed))}."
+    )
   return name, family
 
 
@@ -294,14 +315,19 @@ def _complete(name: str, family: Family, options: dict[str, Any], config: Mappin
   """Turns their values into ours and fills in what follows from other options, as transformers does."""
   if options["head_dim"] is None:
     if options["hidden_size"] % options["num_heads"]:
-      raise ValueError(f"hidden_size={options['hidden_size']} must be a multiple of num_heads={options['num_heads']} where head_dim is not given.")
+      raise ValueError(
+        f"hidden_size={options['hidden_size']} must be a multiple of num_heads={options['num_heads']} where head_dim "
+        "is not given."
+      )
     options["head_dim"] = options["hidden_size"] // options["num_heads"]
   if options["num_kv_heads"] is None:
     options["num_kv_heads"] = options["num_heads"]
   if options["mlp_size"] is None:
     options["mlp_size"] = 4 * options["hidden_size"]
   if options["activation"] not in ACTIVATION_NAMES:
-    raise ValueError(f"the activation {options['activation']!r} is not supported; it must be {_either(sorted(ACTIVATION_NAMES))}.")
+    raise ValueError(
+      f"the activation {options['activation']!r} is not supported; it must be {_either(sorted(ACTIVATION_NAMES))}."
+    )
   # Gemma's first checkpoints say "gelu" and mean the tanh form.
   options["activation"] = "gelu_tanh" if name == "gemma" else ACTIVATION_NAMES[options["activation"]]
   options["query_scale"] = (options["query_scale"] if "query_scale" in options else options["head_dim"]) ** -0.5
@@ -335,7 +361,8 @@ def _read_windows(family: Family, config: Mapping[str, Any], num_layers: int) ->
     kinds = values["layer_types"]
     if len(kinds) != num_layers or not set(kinds) <= set(_LAYER_TYPES):
       raise ValueError(
-        f"config.json has layer_types={list(kinds)}; it needs one of {_either(_LAYER_TYPES)} for each of {num_layers} layers."
+        f"config.json has layer_types={list(kinds)}; it needs one of {_either(_LAYER_TYPES)} for each of {num_layers} "
+        "layers."
       )
     sliding = tuple(_LAYER_TYPES[kind] for kind in kinds)
   if not any(sliding):
@@ -346,7 +373,9 @@ def _read_windows(family: Family, config: Mapping[str, Any], num_layers: int) ->
 
 
 def to_huggingface(cfg: ModelConfig) -> dict[str, Any]:
-  """The config.json of a model: what `from_huggingface` reads back to the same options (up to vocab_size) and transformers loads."""
+  """The config.json of a model: what `from_huggingface` reads back to the same options (up to vocab_size) and
+  transformers loads.
+  """
   family = FAMILIES[cfg.family]
   config: dict[str, Any] = {"model_type": cfg.family, "architectures": [family.architecture]}
   for name, targets in family.fields.items():
