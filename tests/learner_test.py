@@ -200,6 +200,14 @@ def test_packed_rows_that_split_a_group_over_micro_batches():
   assert_same_gradient(found, oracle()[1], 1e-5)
 
 
+def test_a_micro_batch_counts_only_the_responses_whose_tokens_it_holds():
+  """Otherwise a loss that divides by response lengths would divide by 0 in the other parts."""
+  parts = learner.split_rows(batch_of(), 2)
+  assert parts.valid.tolist() == [[True] * 4 + [False] * 4, [False] * 4 + [True, True, False, True]]
+  np.testing.assert_array_equal(np.concatenate(parts.tokens), batch_of().tokens)
+  assert parts.num_responses.tolist() == [7, 7] and parts.rewards.shape == (2, 8)
+
+
 def test_single_pass_needs_whole_groups():
   """The caller's word is believed: with a split group the single pass is another gradient (log Z of a part)."""
   draw = make_draw([3, 9, 1, 5, 2, 4, 6, 8], [0] * 8)
