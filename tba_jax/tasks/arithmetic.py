@@ -29,8 +29,8 @@ from tba_jax.tokenizer import Tokenizer, make_tokenizer
 from tba_jax.types import Prompt
 
 MAX_NUMBER = 99  # the largest with a token of its own
-MAX_TERM = 9  # of the numbers in a text that are added or taken away
-MAX_FACTOR = 5  # of those that are multiplied, or added up to be multiplied
+MAX_TERM = 12  # of the numbers in a text that are added or taken away
+MAX_FACTOR = 6  # of those that are multiplied, or added up to be multiplied
 MAX_PROMPT_TOKENS = 22
 MAX_RESPONSE_TOKENS = 18
 
@@ -98,7 +98,7 @@ def _factors(template: Template) -> str:
 
 
 def make_problem(rng: random.Random) -> Problem:
-  """A random problem whose numbers and results all lie in 0..99, those of the text in 2..9."""
+  """A random problem whose numbers and results all lie in 0..99, those of the text in 2..12."""
   template = rng.choice(TEMPLATES)
   while True:
     values = {number: rng.randint(2, MAX_FACTOR if number in _factors(template) else MAX_TERM) for number in "abc"}
