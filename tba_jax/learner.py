@@ -2,8 +2,9 @@
 
     log_pi = token_logprobs(params, batch);   loss, metrics = loss_fn(log_pi, batch, beta=beta);   params <- optimizer
 
-Nothing here knows which loss it trains, and nothing asks the host anything: a step is dispatched and the caller reads metrics when it
-wants. A step with a loss or gradient that is not finite leaves params, optimizer state and version as they were.
+Nothing here knows which loss it trains, and nothing asks the host anything: a step is dispatched and the caller reads
+metrics when it wants. A step with a loss or gradient that is not finite leaves params, optimizer state and version as
+they were.
 """
 
 from __future__ import annotations
@@ -44,19 +45,21 @@ class Optimizer(NamedTuple):
 def make_schedule(
   name: str, *, learning_rate: float, warmup_steps: int = 0, stable_steps: int = 0, decay_steps: int = 0
 ) -> Callable[[Any], jax.Array]:
-  """Learning rate as a function of the updates applied so far (0 before the first), by the update it is for, u = count + 1.
+  """Learning rate as a function of the updates applied so far; it is that of the next one, u = count + 1.
 
-      u <= warmup: learning_rate u / warmup;   then learning_rate;   then decay to 0 at u = warmup + stable + decay, and 0 after
+      u <= warmup: learning_rate u / warmup;   then learning_rate;   then decay to 0 at u = warmup + stable + decay
 
-  The first update already learns, and the last of a full decay does not (the order of the paper's code, which steps its scheduler
-  before its optimizer).
+  The first update already learns, and the last of a full decay does not (the order of the paper's code, which steps its
+  scheduler before its optimizer).
 
   Args:
-    name: "constant" (after the warmup), "linear" or "cosine" (decay right after the warmup), "wsd" (warmup, stable, linear decay).
+    name: "constant" (after the warmup), "linear" or "cosine" (decay right after the warmup), "wsd" (warmup, stable,
+      linear decay).
     learning_rate: the highest.
-    warmup_steps, stable_steps, decay_steps: lengths in applied updates. A run may stop before the decay ends, as the paper's 700-step
-      GSM8K run does (50 / 350 / 600).
-  Raises: ValueError for an unknown name, a rate that is not positive, a negative length, or a length that the schedule does not use.
+    warmup_steps, stable_steps, decay_steps: lengths in applied updates. A run may stop before the decay ends, as the
+      paper's 700-step GSM8K run does (50 / 350 / 600).
+  Raises: ValueError for an unknown name, a rate that is not positive, a negative length, or a length that the schedule
+  does not use.
   """
   if name not in SCHEDULES:
     raise ValueError(f"schedule {name!r} is unknown; choose one of {', '.join(SCHEDULES)}.")
@@ -89,8 +92,8 @@ def beta_at(update: int, *, beta_init: float, beta_final: float, beta_decay_step
 
       u < beta_decay_steps: beta_final f + beta_init (1 - f), f = (u - 1) / beta_decay_steps;   else beta_final
 
-  As in the paper's code, the last step of the way down is a small jump. It goes by applied updates, so that a skipped one is retried
-  at the same beta.
+  As in the paper's code, the last step of the way down is a small jump. It goes by applied updates, so that a skipped
+  one is retried at the same beta.
 
   Args:
     update: number of the update, from 1.
@@ -116,11 +119,12 @@ def make_optimizer(
   """Clipping by global norm, then the named optimizer.
 
   Args:
-    name: "adamw"; "adafactor" (factored second moments, no first: a fraction of the memory; b1, b2 and eps do not apply); "sgd" (plain).
+    name: "adamw"; "adafactor" (factored second moments, no first: a fraction of the memory; b1, b2 and eps do not
+      apply); "sgd" (plain).
     schedule: learning rate by applied updates.
     clip_norm: largest global norm of the gradient; it is scaled down to this, over all parameters alike.
-    weight_decay: per unit of learning rate; only of matrices and tables. Norm scales and biases go undecayed, by name: their leaves are
-      stacked over layers, so their rank does not tell them apart.
+    weight_decay: per unit of learning rate; only of matrices and tables. Norm scales and biases go undecayed, by name:
+      their leaves are stacked over layers, so their rank does not tell them apart.
     b1, b2, eps: of Adam.
   Raises: ValueError for an unknown name, a clip_norm that is not positive, or weight decay asked of sgd.
   """
@@ -135,7 +139,8 @@ def make_optimizer(
   elif name == "adamw":
     rule = optax.adamw(schedule, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decay_mask)
   else:
-    # optax adds the decay after scaling by the learning rate, so it is not per unit of learning rate there: chained by hand.
+    # optax adds the decay after scaling by the learning rate, so it is not per unit of learning rate there: chained by
+    # hand.
     rule = optax.chain(
       optax.adafactor(None, multiply_by_parameter_scale=False, clipping_threshold=1.0),
       optax.add_decayed_weights(-weight_decay, mask=decay_mask),
@@ -151,13 +156,15 @@ def decay_mask(params: Any) -> Any:
 
 
 def init_train_state(params: Any, optimizer: Optimizer, *, mesh: Mesh | None = None) -> TrainState:
-  """State before the first update, on the devices of `params` (or on `mesh`): float32 parameters, optimizer state beside them.
+  """State before the first update, on the devices of `params` (or on `mesh`): float32 parameters, optimizer state
+  beside them.
 
-  The state takes the parameters over: a train step donates them, so whoever else needs them (a reference, a searcher) makes a copy
-  first.
+  The state takes the parameters over: a train step donates them, so whoever else needs them (a reference, a searcher)
+  makes a copy first.
 
   Args:
-    params: parameter tree of jax arrays, all on one device or all laid out on one mesh; with `mesh`, anything that can be put there.
+    params: parameter tree of jax arrays, all on one device or all laid out on one mesh; with `mesh`, anything that can
+      be put there.
     optimizer: from `make_optimizer`.
     mesh: lay the parameters out on this mesh by the rules of `tba_jax.sharding`.
   """
@@ -170,8 +177,8 @@ def init_train_state(params: Any, optimizer: Optimizer, *, mesh: Mesh | None = N
     out = sharding.state_shardings(abstract, params, layout, jax.tree.leaves(layout)[0].mesh)
   else:
     out = jax.tree.map(lambda _: jax.tree.leaves(layout)[0], abstract)
-  # Parameters pass by outside jit, which would hold two copies of them for a moment. device_put copies nothing here: it commits them to
-  # where they are, without which the second step would be compiled again.
+  # Parameters pass by outside jit, which would hold two copies of them for a moment. device_put copies nothing here: it
+  # commits them to where they are, without which the second step would be compiled again.
   float32 = jax.tree.map(lambda leaf, where: jax.device_put(leaf.astype(jnp.float32), where), params, layout)
   rest = jax.jit(lambda p: create(p)._replace(params=None), out_shardings=out._replace(params=None))(float32)
   return rest._replace(params=float32)
@@ -185,17 +192,19 @@ def _fresh_state(params: Any, *, optimizer: Optimizer) -> TrainState:
 def make_scorer(
   cfg: ModelConfig, *, temperature: float, dtype: Any, chunk_tokens: int, backend: str = "xla", mesh: Mesh | None = None
 ) -> Callable[[Any, jax.Array, jax.Array, jax.Array], jax.Array]:
-  """Jitted `score(params, tokens, positions, segment_ids) -> log_p` float32 [B, T]: the train step's log_pi, without a gradient.
+  """Jitted `score(params, tokens, positions, segment_ids) -> log_p` float32 [B, T]: the train step's log_pi, without a
+  gradient.
 
-  Entry t is log p(token t | tokens < t of its segment) at `temperature` over the full vocabulary; the first of a segment and padding
-  are 0. It runs where its arguments are; give `mesh` if that is more than one device. `backend`: see `models.attention`.
+  Entry t is log p(token t | tokens < t of its segment) at `temperature` over the full vocabulary; the first of a
+  segment and padding are 0. It runs where its arguments are; give `mesh` if that is more than one device. `backend`:
+  see `models.attention`.
   """
 
   @jax.jit
   def score(params: Any, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array) -> jax.Array:
     return token_logprobs(
-      params, cfg, tokens, positions, segment_ids, temperature=temperature, dtype=dtype, chunk_tokens=chunk_tokens, backend=backend,
-      constrain=sharding.activation_constraint(mesh),
+      params, cfg, tokens, positions, segment_ids, temperature=temperature, dtype=dtype, chunk_tokens=chunk_tokens,
+      backend=backend, constrain=sharding.activation_constraint(mesh),
     )[0]
 
   return score
@@ -217,8 +226,8 @@ def make_train_step(
 ) -> Callable[[TrainState, Batch, Any], tuple[TrainState, Metrics]]:
   """Jitted `step(state, batch, beta) -> (state, metrics)`; the state is donated, beta is a float32 scalar.
 
-  It runs on the state's device, or on `mesh`; no global default is read, so steps of other threads on other devices go on beside it.
-  The batch may be numpy. Its rows must be a multiple of micro_batches x data x fsdp (see `collate`).
+  It runs on the state's device, or on `mesh`; no global default is read, so steps of other threads on other devices go
+  on beside it. The batch may be numpy. Its rows must be a multiple of micro_batches x data x fsdp (see `collate`).
 
   Args:
     cfg: the model.
@@ -227,23 +236,25 @@ def make_train_step(
     temperature: of log_pi; the same as of log_ref.
     compute_dtype: of activations and matrix products; parameters, log-probabilities and losses are float32.
     remat: what the backward pass computes again, by the model's name for it.
-    micro_batches: parts that the rows are split into, one after another, to save activation memory. The result does not depend on it.
+    micro_batches: parts that the rows are split into, one after another, to save activation memory. The result does not
+      depend on it.
     chunk_tokens: positions whose logits exist at once.
-    whole_groups_per_micro_batch: the caller's word that no group has rows in two micro-batches. Each part is then one forward and one
-      backward pass. Otherwise the step runs forward twice: all of log_pi first, then backward with the whole batch's coefficients
-      dloss / dlog_pi, which is exact for any loss.
+    whole_groups_per_micro_batch: the caller's word that no group has rows in two micro-batches. Each part is then one
+      forward and one backward pass. Otherwise the step runs forward twice: all of log_pi first, then backward with the
+      whole batch's coefficients dloss / dlog_pi, which is exact for any loss.
     backend: of attention, see `models.attention`.
     mesh: from `sharding.make_mesh`.
-  Metrics: loss; grad_norm before clipping; param_norm after, and update_norm of, the update (0 if skipped); learning_rate; beta; entropy
-    (nats, mean over response tokens of valid responses); skipped (1 if loss or gradient norm was not finite); and the loss's own.
+  Metrics: loss; grad_norm before clipping; param_norm after, and update_norm of, the update (0 if skipped);
+    learning_rate; beta; entropy (nats, mean over response tokens of valid responses); skipped (1 if loss or gradient
+    norm was not finite); and the loss's own.
   """
   if micro_batches < 1:
     raise ValueError(f"micro_batches={micro_batches} must be at least 1.")
 
   def score(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
     return token_logprobs(
-      params, cfg, batch.tokens, batch.positions, batch.segment_ids, temperature=temperature, dtype=compute_dtype, remat=remat,
-      chunk_tokens=chunk_tokens, backend=backend, constrain=sharding.activation_constraint(mesh),
+      params, cfg, batch.tokens, batch.positions, batch.segment_ids, temperature=temperature, dtype=compute_dtype,
+      remat=remat, chunk_tokens=chunk_tokens, backend=backend, constrain=sharding.activation_constraint(mesh),
     )
 
   gradients = functools.partial(
@@ -289,7 +300,7 @@ def _gradients(
   constrain_grads: Callable[[Any], Any],
   mesh: Mesh | None,
 ) -> tuple[Any, Metrics]:
-  """Gradient of the whole batch's loss with respect to the parameters, and the loss, entropy and metrics of the loss."""
+  """Gradient of the whole batch's loss by the parameters, and the loss, the entropy and the loss's metrics."""
 
   def part_loss(params: Any, part: Batch) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     log_pi, entropy = score(params, part)
@@ -322,7 +333,8 @@ def _gradients(
 
       grads, _ = jax.lax.scan(backward, zeros, (parts, coefficients))
     log_pi, entropy = (values.reshape(batch.tokens.shape) for values in scores)
-  # Metrics need not add up over parts (maxima, quantiles): they are taken once, of the whole batch, which costs no pass of the model.
+  # Metrics need not add up over parts (maxima, quantiles): they are taken once, of the whole batch, which costs no pass
+  # of the model.
   loss, metrics = loss_fn(log_pi, batch, beta=beta)
   return constrain_grads(grads), {
     **diagnostics.finish_metrics(metrics),
@@ -334,15 +346,16 @@ def _gradients(
 def split_rows(batch: Batch, micro_batches: int, mesh: Mesh | None = None) -> Batch:
   """The batch as `micro_batches` runs of consecutive rows, on a new leading axis of every array.
 
-  A response is valid only in the part that holds its tokens, so that losses of parts add up; counts remain those of the whole batch.
+  A response is valid only in the part that holds its tokens, so that losses of parts add up; counts remain those of the
+  whole batch.
   Raises: ValueError if the rows do not split evenly over micro-batches and devices.
   """
   num_rows, num_responses = batch.tokens.shape[0], batch.rewards.shape[0]
   shards = sharding.num_batch_shards(mesh)
   if num_rows % (micro_batches * shards):
     raise ValueError(
-      f"a batch of {num_rows} rows does not split into micro_batches={micro_batches} over {shards} devices; collate it with "
-      f"row_multiple={micro_batches * shards}."
+      f"a batch of {num_rows} rows does not split into micro_batches={micro_batches} over {shards} devices; "
+      f"collate it with row_multiple={micro_batches * shards}."
     )
   per_token = sharding.PER_TOKEN_FIELDS
   parts = {name: _split(getattr(batch, name), micro_batches, mesh) for name in per_token}
@@ -363,14 +376,14 @@ def _split(rows: jax.Array, micro_batches: int, mesh: Mesh | None) -> jax.Array:
 
 
 def _grad_constraint(mesh: Mesh | None) -> Callable[[Any], Any]:
-  """Gradients are laid out like parameters, so they are reduced into shards instead of being held whole on every device."""
+  """Lays gradients out like parameters, so that they are reduced into shards instead of being whole on every device."""
   if mesh is None:
     return lambda grads: grads
   return lambda grads: jax.lax.with_sharding_constraint(grads, sharding.param_shardings(grads, mesh))
 
 
 def _apply(state: TrainState, grads: Any, metrics: Metrics, optimizer: Optimizer) -> tuple[TrainState, Metrics]:
-  """The update, or the old state if loss or gradient norm is not finite. Selected by value: no branch, no word to the host."""
+  """The update, or the old state if loss or gradient norm is not finite: selected by value, without asking the host."""
   grad_norm = optax.tree.norm(grads)
   finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(grad_norm)
   keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)

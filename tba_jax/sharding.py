@@ -1,8 +1,8 @@
 """Meshes out of devices, and where each array of a run lies on them: two tables, and functions that read the tables.
 
-Mesh axes: "data" replicates parameters and splits rows, "fsdp" splits both, "tensor" splits heads, MLP width and vocabulary. A parameter
-without a rule is an error, never a silent replica. Nothing here sets a default device or a global mesh: several meshes of one process
-are used by several threads.
+Mesh axes: "data" replicates parameters and splits rows, "fsdp" splits both, "tensor" splits heads, MLP width and
+vocabulary. A parameter without a rule is an error, never a silent replica. Nothing here sets a default device or a
+global mesh: several meshes of one process are used by several threads.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ LOGICAL_TO_MESH: dict[str | None, str | tuple[str, ...] | None] = {
   None: None,
 }
 
-# Dimensions that are replicated where their mesh axis does not divide them: a model with fewer kv heads than tensor-parallel devices is
-# ordinary (each device then holds all of them, as they are small), and so is a vocabulary of a prime number of rows. Heads, MLP width and
-# model width must divide: replicating those would make the axis pointless without anybody noticing.
+# Dimensions that are replicated where their mesh axis does not divide them: a model with fewer kv heads than
+# tensor-parallel devices is ordinary (each device then holds all of them, as they are small), and so is a vocabulary of
+# a prime number of rows. Heads, MLP width and model width must divide: replicating those would make the axis pointless
+# without anybody noticing.
 REPLICATED_IF_UNEVEN = frozenset({"kv_heads", "vocab"})
 
-# Regular expression over the "/"-joined path -> logical axis of each dimension. The first rule whose whole pattern matches holds.
+# Regular expression over the "/"-joined path -> logical axis of each dimension. The first rule whose whole pattern
+# matches holds.
 PARAM_AXES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
   (r"embed/table", ("vocab", "embed")),
   (r"pos_embed/table", (None, "embed")),
@@ -74,7 +76,7 @@ def make_mesh(devices: Sequence[jax.Device], *, data: int = 1, fsdp: int = -1, t
   asked = ", ".join(f"{name}={size}" for name, size in sizes.items())
   free = [name for name, size in sizes.items() if size == -1]
   if len(free) > 1 or any(size < 1 for size in sizes.values() if size != -1):
-    raise ValueError(f"mesh sizes must be at least 1, and at most one of them -1 (the rest of the devices); found {asked}.")
+    raise ValueError(f"mesh sizes must be at least 1, and at most one of them -1 (the rest); found {asked}.")
   known = math.prod(size for size in sizes.values() if size != -1)
   if free:
     sizes[free[0]] = len(devices) // known
@@ -87,15 +89,15 @@ def make_mesh(devices: Sequence[jax.Device], *, data: int = 1, fsdp: int = -1, t
 
 
 def num_batch_shards(mesh: Mesh | None) -> int:
-  """Devices over which the rows of a batch are split: their number must be a multiple of this (times the micro-batches)."""
+  """Devices over which rows are split: a batch's rows must be a multiple of this (times the micro-batches)."""
   return 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
 
 
 def param_shardings(params: Any, mesh: Mesh) -> Any:
   """Tree of NamedShardings for a parameter tree (or one of ShapeDtypeStructs), from the two tables.
 
-  Raises: ValueError for a parameter that no rule names or whose rank is another, and for a dimension of heads, MLP width or model width
-    that its mesh axis does not divide. kv heads and vocabulary are replicated in that case.
+  Raises: ValueError for a parameter that no rule names or whose rank is another, and for a dimension of heads, MLP
+    width or model width that its mesh axis does not divide. kv heads and vocabulary are replicated in that case.
   """
   return jax.tree_util.tree_map_with_path(
     lambda path, leaf: NamedSharding(mesh, param_spec(path_name(path), tuple(leaf.shape), mesh)), params
@@ -113,10 +115,11 @@ def param_spec(name: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
 
 
 def state_shardings(state: Any, params: Any, shardings: Any, mesh: Mesh) -> Any:
-  """Shardings of a state that holds the parameters or copies of them (optimizer moments), each like the parameter it belongs to.
+  """Shardings of a state that holds the parameters or copies of them (optimizer moments), each like the parameter it
+  belongs to.
 
-  A leaf belongs to the parameter whose path its own path ends with, if their shapes are equal; anything else (counts, factored moments)
-  is replicated.
+  A leaf belongs to the parameter whose path its own path ends with, if their shapes are equal; anything else (counts,
+  factored moments) is replicated.
 
   Args:
     state: tree of arrays or ShapeDtypeStructs, such as a TrainState.
@@ -142,7 +145,7 @@ def state_shardings(state: Any, params: Any, shardings: Any, mesh: Mesh) -> Any:
 
 
 def batch_sharding(mesh: Mesh) -> Batch:
-  """A Batch of NamedShardings: rows of the [B, T] arrays are split over "data" and "fsdp", what is per response is on every device."""
+  """A Batch of NamedShardings: rows are split over "data" and "fsdp", what is per response is on every device."""
   rows = NamedSharding(mesh, PartitionSpec(LOGICAL_TO_MESH["batch"], None))
   everywhere = NamedSharding(mesh, PartitionSpec())
   return Batch(**{name: rows if name in PER_TOKEN_FIELDS else everywhere for name in Batch._fields})
@@ -151,7 +154,8 @@ def batch_sharding(mesh: Mesh) -> Batch:
 def activation_constraint(mesh: Mesh | None) -> Callable[[jax.Array], jax.Array] | None:
   """Pins activations [B, T, D] to the rows' devices, whole in T and D; None without a mesh.
 
-  With it the compiler gathers weights layer by layer (FSDP); left alone it may split the model width of activations instead.
+  With it the compiler gathers weights layer by layer (FSDP); left alone it may split the model width of activations
+  instead.
   """
   if mesh is None:
     return None
@@ -169,8 +173,8 @@ def split_devices(
     trainer: devices of the trainer; -1: all that the searchers leave (with `share`: all).
     searchers: number of searchers, >= 1.
     per_searcher: devices of each searcher, >= 1.
-    share: whether a device may serve several parts. Searchers then take the trainer's devices only when there are no others left; with
-      one device everything shares it.
+    share: whether a device may serve several parts. Searchers then take the trainer's devices only when there are no
+      others left; with one device everything shares it.
   Returns: the trainer's devices and one list per searcher. Without `share` all are disjoint.
   Raises: ValueError if a size is below 1 or the parts need more devices than exist.
   """
@@ -193,8 +197,9 @@ def split_devices(
   if needed > len(devices):
     least = "at least 1" if trainer == -1 else str(trainer)
     raise ValueError(
-      f"more exclusive devices than exist: {least} for the trainer and {searchers} searchers x {per_searcher} need {needed}, "
-      f"found {len(devices)}; lower trainer, searchers or per_searcher, or let the parts share devices with share=True."
+      f"more exclusive devices than exist: {least} for the trainer and {searchers} searchers x {per_searcher} need "
+      f"{needed}, found {len(devices)}; lower trainer, searchers or per_searcher, "
+      "or let the parts share devices with share=True."
     )
   for_trainer = len(devices) - for_searchers if trainer == -1 else trainer
   first = [for_trainer + i * per_searcher for i in range(searchers)]

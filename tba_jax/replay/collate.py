@@ -1,8 +1,8 @@
 """Rows of the replay buffer to the arrays of one optimizer step, on the host, in a bounded set of shapes.
 
-Every array here is numpy: placing it on the trainer's mesh is the train step's business. A sequence is a prompt followed by its response.
-Unpacked, row i of the batch holds response i; packed, sequences share rows and `segment_ids` keeps them apart. Both are one scatter with
-different (row, offset) pairs.
+Every array here is numpy: placing it on the trainer's mesh is the train step's business. A sequence is a prompt
+followed by its response. Unpacked, row i of the batch holds response i; packed, sequences share rows and `segment_ids`
+keeps them apart. Both are one scatter with different (row, offset) pairs.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ def batch_shapes(
     num_responses: rows of a draw, valid or not, >= 1.
     row_multiple: the rows of a batch are a multiple of this (micro-batches x data-parallel devices).
     length_buckets: tokens of a row, strictly ascending.
-    pack: whether sequences share rows. The number of rows is then `row_multiple` times one of 1, 2, 3, 4, 6, 8, 12, 16, ... (powers of two
-      and one and a half times those), never more than unpacked: at most a third of the rows is padding.
+    pack: whether sequences share rows. The number of rows is then `row_multiple` times one of 1, 2, 3, 4, 6, 8, 12, 16,
+      ... (powers of two and one and a half times those), never more than unpacked: at most a third of the rows is
+      padding.
   Raises: ValueError for a size below 1 or buckets that do not ascend.
   """
   _check_shape_arguments(num_responses, row_multiple, length_buckets)
@@ -54,15 +55,15 @@ def batch_shapes(
 def collate(draw: Draw, *, row_multiple: int, length_buckets: Sequence[int], pack: bool = False) -> Batch:
   """The batch that a draw makes: prompt and response tokens in rows, the rest per response. All arrays are numpy.
 
-  Rows that are not valid hold no tokens at all (segment 0), so nothing of them can be attended or trained; their rewards are 0. Responses
-  are padded to a multiple of `row_multiple` with such rows.
+  Rows that are not valid hold no tokens at all (segment 0), so nothing of them can be attended or trained; their
+  rewards are 0. Responses are padded to a multiple of `row_multiple` with such rows.
 
   Args:
     draw: N rows from the buffer; groups contiguous.
     row_multiple: see `batch_shapes`.
     length_buckets: tokens of a row; the smallest that holds the longest sequence is taken.
-    pack: put several sequences in a row (first fit, longest first, over the whole batch). Responses of one group then lie in different
-      rows: a loss over micro-batches must not assume whole groups.
+    pack: put several sequences in a row (first fit, longest first, over the whole batch). Responses of one group then
+      lie in different rows: a step in micro-batches must not assume whole groups.
   Raises: ValueError if a valid row has an empty prompt or response, or a sequence does not fit the largest bucket.
   """
   _check_shape_arguments(len(draw.lengths), row_multiple, length_buckets)
@@ -100,8 +101,8 @@ def collate_supervised(
   Args:
     examples: at least one; the completion holds its stop token, if it is to be learnt.
     row_multiple, length_buckets, pack: as for `collate`. Each example is its own group.
-    num_responses: pad the examples to this number, so that a last, smaller batch has the shape of the others; default: no padding but to
-      `row_multiple`.
+    num_responses: pad the examples to this number, so that a last, smaller batch has the shape of the others; default:
+      no padding but to `row_multiple`.
   Raises: ValueError for an empty prompt or completion, one that does not fit, or more examples than `num_responses`.
   """
   num_examples = len(examples)
@@ -176,7 +177,7 @@ def _scatter(
 
 
 def _first_fit_decreasing(totals: np.ndarray, row_tokens: int) -> tuple[np.ndarray, np.ndarray, int]:
-  """First fit, longest first. Sequences of no tokens are put behind the end of row 0: they write nothing and count as no segment."""
+  """First fit, longest first. Sequences of no tokens go behind the end of row 0: they write and count as nothing."""
   rows, offsets = np.zeros(len(totals), np.int64), np.full(len(totals), row_tokens)
   used = np.zeros(len(totals), np.int64)
   num_rows = 0
@@ -215,8 +216,8 @@ def _bucket_for(num_tokens: int, length_buckets: Sequence[int]) -> int:
     if num_tokens <= length:
       return length
   raise ValueError(
-    f"a prompt and its response have {num_tokens} tokens, more than the largest of length_buckets={tuple(length_buckets)}; "
-    "add a bucket that holds the longest prompt plus the longest response."
+    f"a prompt and its response have {num_tokens} tokens, more than the largest of "
+    f"length_buckets={tuple(length_buckets)}; add a bucket that holds the longest prompt plus the longest response."
   )
 
 
@@ -226,7 +227,7 @@ def _check_shape_arguments(num_responses: int, row_multiple: int, length_buckets
       raise ValueError(f"{name}={value} must be at least 1.")
   buckets = list(length_buckets)
   if not buckets or buckets[0] < 1 or any(a >= b for a, b in zip(buckets, buckets[1:])):
-    raise ValueError(f"length_buckets={tuple(buckets)} must be token counts in ascending order, such as (256, 512, 1024).")
+    raise ValueError(f"length_buckets={tuple(buckets)} must be token counts in ascending order, such as (256, 512).")
 
 
 def _check_not_empty(prompt_lengths: np.ndarray, lengths: np.ndarray) -> None:
