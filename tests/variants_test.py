@@ -97,12 +97,12 @@ REAL = {
          torch_dtype="bfloat16", transformers_version="4.45.0.dev0", use_cache=True, vocab_size=128256),
     dict(rope_scaling=RopeScaling(kind="llama3", factor=32.0, original_max_positions=8192), rope_theta=5e5),
   ),
-  "Qwen2.5-1.5B": (
+  "Qwen2.5-1.5B-Instruct": (
     dict(model_type="qwen2", architectures=["Qwen2ForCausalLM"], attention_dropout=0.0, bos_token_id=151643,
          eos_token_id=151643,
          hidden_act="silu", hidden_size=1536, initializer_range=0.02, intermediate_size=8960,
          max_position_embeddings=131072,
-         max_window_layers=28, num_attention_heads=12, num_hidden_layers=28, num_key_value_heads=2, rms_norm_eps=1e-06,
+         max_window_layers=21, num_attention_heads=12, num_hidden_layers=28, num_key_value_heads=2, rms_norm_eps=1e-06,
          rope_theta=1000000.0, sliding_window=131072, tie_word_embeddings=True, torch_dtype="bfloat16", use_cache=True,
          use_mrope=False, use_sliding_window=False, vocab_size=151936),
     dict(qkv_bias=True, o_bias=False, window=None, sliding_layers=(), head_dim=128),
