@@ -205,7 +205,8 @@ FAMILIES: dict[str, Family] = {
     fields={
       "vocab_size": ("num_embeddings",), "n_embd": ("hidden_size",), "n_layer": ("num_layers",),
       "n_head": ("num_heads", "num_kv_heads"), "n_inner": ("mlp_size",), "n_positions": ("max_positions",),
-      "layer_norm_epsilon": ("norm_eps",), "activation_function": ("activation",), "tie_word_embeddings": ("tie_embeddings",),
+      "layer_norm_epsilon": ("norm_eps",), "activation_function": ("activation",),
+      "tie_word_embeddings": ("tie_embeddings",),
     },
     defaults={
       "n_inner": None, "n_positions": 1024, "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new",
