@@ -34,7 +34,7 @@ def get_config(arg=None):
       tie_embeddings=True, rope_theta=10_000.0, norm_eps=1e-5,
     ),
   )
-  config.sft = dict(steps=400, batch_size=64, learning_rate=1e-3, warmup_steps=40, num_examples=25_600)
+  config.sft = dict(steps=400, batch_size=64, micro_batches=8, learning_rate=1e-3, warmup_steps=40, num_examples=25_600)
   config.train = dict(
     steps=120, prompts_per_step=8, responses_per_prompt=16,
     optimizer="adamw",

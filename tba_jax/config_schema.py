@@ -57,6 +57,7 @@ SCHEMA: dict[str, Rule] = {
   # Supervised fine-tuning before the first TBA update.
   "sft.steps": _integer(0, or_else="0: no fine-tuning"),
   "sft.batch_size": _integer(1),
+  "sft.micro_batches": _integer(1),
   "sft.learning_rate": _number(0, above=True),
   "sft.warmup_steps": _integer(0),
   "sft.num_examples": _integer(1),

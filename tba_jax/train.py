@@ -229,7 +229,8 @@ def save_model_folder(folder: pathlib.Path, cfg: ModelConfig, tokenizer: Tokeniz
 def read_model_folder(folder: pathlib.Path) -> tuple[ModelConfig, Tokenizer]:
   """What `save_model_folder` wrote."""
   cfg, tokenizer = from_huggingface(json.loads((folder / "config.json").read_text())), load_tokenizer(folder)
-  return dataclasses.replace(cfg, vocab_size=min(cfg.num_embeddings, tokenizer.vocab_size)), tokenizer
+  vocab_size = min(cfg.num_embeddings, tokenizer.vocab_size)
+  return dataclasses.replace(cfg, vocab_size=vocab_size), dataclasses.replace(tokenizer, vocab_size=vocab_size)
 
 
 def _fine_tune(
@@ -242,7 +243,7 @@ def _fine_tune(
   optimizer = learner.make_optimizer("adamw", schedule=schedule, clip_norm=1.0)
   step = learner.make_train_step(
       cfg, make_loss("sft"), optimizer, temperature=1.0, compute_dtype=jnp.dtype(train.compute_dtype), remat=train.remat,
-      micro_batches=1, chunk_tokens=train.head_chunk_tokens, mesh=mesh)
+      micro_batches=sft.micro_batches, chunk_tokens=train.head_chunk_tokens, whole_groups_per_micro_batch=True, mesh=mesh)
   state = learner.init_train_state(params, optimizer, mesh=mesh)
   examples = task.sft_examples()[: sft.num_examples]
   run_state = RunState(folder / "fine_tuning", keep=1)
@@ -250,8 +251,8 @@ def _fine_tune(
   try:
     state = supervised.fine_tune(
         state, examples, step=step, placement=sharding.batch_sharding(mesh), steps=sft.steps, batch_size=sft.batch_size,
-        row_multiple=sharding.num_batch_shards(mesh), length_buckets=train.length_buckets, seed=config.seed, run_state=run_state,
-        save_every_steps=config.checkpoint.every_steps, stopped=stop.is_set,
+        row_multiple=sft.micro_batches * sharding.num_batch_shards(mesh), length_buckets=train.length_buckets, seed=config.seed,
+        run_state=run_state, save_every_steps=config.checkpoint.every_steps, stopped=stop.is_set,
         on_step=lambda done, loss: bar.update(done, f"loss {loss:.3f}"))
   finally:
     bar.close()

@@ -23,7 +23,7 @@ import tiny_tokenizers
 from tba_jax import sharding
 from tba_jax.checkpoints import huggingface
 from tba_jax.checkpoints.huggingface import load_model, save_model
-from tba_jax.models import transformer
+from tba_jax.models import transformer, variants
 
 TOKENS = np.array([[5, 9, 2, 33, 41, 7], [1, 1, 60, 12, 8, 3]], np.int32)
 NUM_ROWS = 336  # of the embedding; the tokenizer has 320 ids
@@ -423,3 +423,21 @@ def test_saving_never_overwrites(tmp_path: pathlib.Path):
       tiny_tokenizers.chat_tokenizer(),
     )
   assert not (tmp_path / "other").exists()
+
+
+def test_tensors_may_lack_the_prefix_that_hub_files_of_gpt2_lack_but_may_not_come_twice(tmp_path):
+  cfg = variants.from_huggingface(
+    dict(model_type="gpt2", vocab_size=320, n_embd=32, n_layer=2, n_head=4, n_positions=64, tie_word_embeddings=True)
+  )
+  params = transformer.init_params(cfg, jax.random.key(0))
+  save_model(tmp_path / "gpt2", cfg, params, tiny_tokenizers.chat_tokenizer())
+
+  def strip(tensors):
+    for name in list(tensors):
+      tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+
+  edit_tensors(tmp_path / "gpt2", strip)
+  assert equal_bits(load_model(tmp_path / "gpt2", dtype=jnp.float32)[1], params)
+  edit_tensors(tmp_path / "gpt2", lambda tensors: tensors.update({"transformer.wte.weight": tensors["wte.weight"]}))
+  with pytest.raises(ValueError, match="wte.weight are the same tensor of the model; remove one"):
+    load_model(tmp_path / "gpt2", dtype=jnp.float32)

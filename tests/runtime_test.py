@@ -15,7 +15,7 @@ from tba_jax.models import transformer
 from tba_jax import metrics, train
 from tba_jax.runtime.run import StopFlag
 from tba_jax.tasks.arithmetic import ArithmeticTask
-from tests import runs
+import runs
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -85,6 +85,7 @@ def load_model(
   except ValueError as error:
     raise ValueError(f"{source}: {error}") from error
   cfg, tokenizer = _fit_vocabulary(cfg, tokenizer, source)
+  tensors = _by_table_name(cfg, tensors, source)
   leaves = _match(cfg, tensors, source)
   if cfg.tie_embeddings:
     _check_tied(cfg, tensors, source)
@@ -153,6 +154,22 @@ def _fit_vocabulary(cfg: ModelConfig, tokenizer: Tokenizer, source: str) -> tupl
       "extra_stop_ids must belong to the model."
     )
   return dataclasses.replace(cfg, vocab_size=vocab_size), dataclasses.replace(tokenizer, vocab_size=vocab_size)
+
+
+def _by_table_name(
+  cfg: ModelConfig, tensors: Mapping[str, StoredTensor], source: str
+) -> dict[str, StoredTensor]:
+  """The tensors under the names that the family's table has for them: some checkpoints leave out a prefix."""
+  known = {entry.hf_name for entry in hf_names.hf_to_tree(cfg)}
+  renamed: dict[str, str] = {}
+  for name in tensors:
+    table_name = hf_names.table_name(cfg, name)
+    # What the table does not know keeps its name, so that the error about it names what is in the file.
+    table_name = table_name if table_name in known else name
+    if table_name in renamed:
+      raise ValueError(f"{source}: {renamed[table_name]} and {name} are the same tensor of the model; remove one.")
+    renamed[table_name] = name
+  return {table_name: tensors[name] for table_name, name in renamed.items()}
 
 
 def _match(
