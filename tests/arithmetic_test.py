@@ -38,6 +38,11 @@ def _is_verb(word: str) -> bool:
   return word in arithmetic.LOSSES + arithmetic.GAINS
 
 
+def is_true(equation: str) -> bool:
+  x, sign, y, equals, result = equation.split()
+  return equals == "=" and {"+": int(x) + int(y), "-": int(x) - int(y), "*": int(x) * int(y)}[sign] == int(result)
+
+
 def test_it_is_a_task(task):
   assert isinstance(task, Task) and isinstance(task, SupervisedTask)
 
@@ -53,7 +58,7 @@ def test_train_eval_and_sft_share_no_text(task):
   assert not sft_tokens & set(tokens.values())
 
 
-def test_held_out_problems_have_kinds_and_numbers_of_their_own(task):
+def test_no_two_sets_share_a_kind_of_problem_with_its_numbers(task):
   words = (arithmetic.GAINS, arithmetic.LOSSES, arithmetic.THINGS, arithmetic.BOXES, arithmetic.PEOPLE, arithmetic.COLORS)
   exchangeable = {word for some in words for word in some}
 
@@ -62,9 +67,9 @@ def test_held_out_problems_have_kinds_and_numbers_of_their_own(task):
 
   held_out = {kind(prompt.text) for prompt in task.eval_prompts()}
   trained = {kind(prompt.text) for prompt in task.train_prompts()}
-  trained |= {kind(task.tokenizer.decode(prompt)) for prompt, _ in task.sft_examples()}
-  assert not held_out & trained
-  assert len(held_out) > 100 and len(trained) > 1_000
+  fine_tuned = {kind(task.tokenizer.decode(prompt)) for prompt, _ in task.sft_examples()}
+  assert not held_out & trained and not held_out & fine_tuned and not trained & fine_tuned
+  assert len(held_out) > 200 and len(trained) > 500 and len(fine_tuned) > 500
 
 
 def test_every_problem_has_the_answer_that_a_second_solver_finds(task):
@@ -104,7 +109,7 @@ def test_lengths_vocabulary_and_special_tokens(task):
 
 def test_hundreds_of_thousands_of_texts_exist():
   one, other = (
-    {problem.text for problem in arithmetic.make_problems(5_000, seed=seed, held_out=False)} for seed in (0, 1)
+    {problem.text for problem in arithmetic.make_problems(5_000, split="train", seed=seed)} for seed in (0, 1)
   )
   # Two samples of n out of m equally likely texts share n^2 / m: 50 or more unless m is above 500,000.
   assert len(one & other) < 20
@@ -123,10 +128,7 @@ def test_examples_are_right_and_a_share_shows_the_work(task):
     if "=" in words:
       num_with_work += 1
       first, second = text.removesuffix(f" , answer is {words[-1]}").split(" , ")
-      for equation in (first, second):
-        left, right = equation.split(" = ")
-        x, sign, y = left.split()
-        assert {"+": int(x) + int(y), "-": int(x) - int(y), "*": int(x) * int(y)}[sign] == int(right)
+      assert is_true(first) and is_true(second)
       assert second.endswith(f"= {words[-1]}")
   share, size = num_with_work / len(examples), len(examples)
   assert abs(share - 0.3) < 4 * np.sqrt(0.3 * 0.7 / size)

@@ -5,11 +5,11 @@
 
 The closed vocabulary has the numbers 0 to 99 as single tokens, so nothing hides in the spelling of numbers; every
 result on the way lies in that range. The written solutions are a mixture: most give the bare answer, which takes two
-operations in the head and often goes wrong, and a few show the work. Fine-tuned on them, a model's likeliest response
-is the bare answer. It can do better than that, and finding out is what reinforcement learning is for here.
+operations in the head and often goes wrong, and some show the work. Fine-tuned on them, a model's likeliest response is
+the bare answer. It can do better than that, and finding out is what reinforcement learning is for here.
 
-Training, held-out and fine-tuning problems are disjoint by their text; and the held-out ones share no pair of kind and
-numbers with the others, so that nothing but arithmetic answers them.
+Training, held-out and fine-tuning problems are disjoint by their text, and more: no two of the three sets share a kind
+of problem with the same numbers, so that nothing but arithmetic answers a problem of another set.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from tba_jax.tokenizer import Tokenizer, make_tokenizer
 from tba_jax.types import Prompt
 
 MAX_NUMBER = 99  # the largest with a token of its own
-MAX_TERM = 12  # of the numbers in a text that are added or taken away
-MAX_FACTOR = 6  # of those that are multiplied, or added up to be multiplied
+MAX_TERM = 10  # of the numbers in a text that are added or taken away
+MAX_FACTOR = 5  # of those that are multiplied, or added up to be multiplied
 MAX_PROMPT_TOKENS = 22
 MAX_RESPONSE_TOKENS = 18
 
-HELD_OUT_PERCENT = 15  # of all pairs of kind and numbers
+# Which of the kinds with their numbers belong to which set, in percent.
+SPLITS = {"eval": range(0, 15), "train": range(15, 55), "sft": range(55, 100)}
 
 PAD, STOP, UNKNOWN = "<pad>", "<stop>", "<unk>"
 
@@ -98,7 +99,7 @@ def _factors(template: Template) -> str:
 
 
 def make_problem(rng: random.Random) -> Problem:
-  """A random problem whose numbers and results all lie in 0..99, those of the text in 2..12."""
+  """A random problem whose numbers and results all lie in 0..99, those of the text in 2..10."""
   template = rng.choice(TEMPLATES)
   while True:
     values = {number: rng.randint(2, MAX_FACTOR if number in _factors(template) else MAX_TERM) for number in "abc"}
@@ -115,16 +116,16 @@ def make_problem(rng: random.Random) -> Problem:
   return Problem(kind, template.text.format(**values, **words), answer, f"{first}, {second}")
 
 
-def make_problems(num_problems: int, *, seed: int, held_out: bool) -> list[Problem]:
-  """Problems with different texts, of the kinds and numbers that `seed` holds out or of the others.
+def make_problems(num_problems: int, *, split: str, seed: int) -> list[Problem]:
+  """Problems with different texts, of the kinds and numbers that belong to a split of SPLITS; `seed` shuffles who does.
 
   Words alone allow a hundred thousand texts for each kind and numbers, so this ends.
   """
-  rng = random.Random(f"word problems {seed} {held_out}")
+  rng = random.Random(f"word problems {split} {seed}")
   problems: dict[str, Problem] = {}
   while len(problems) < num_problems:
     problem = make_problem(rng)
-    if (zlib.crc32(f"{seed} {problem.kind}".encode()) % 100 < HELD_OUT_PERCENT) == held_out:
+    if zlib.crc32(f"{seed} {problem.kind}".encode()) % 100 in SPLITS[split]:
       problems.setdefault(problem.text, problem)
   return list(problems.values())
 
@@ -154,8 +155,7 @@ class ArithmeticTask:
 
   Args:
     seed: of the problems. Prompts and examples are functions of these arguments.
-    num_train_prompts, num_eval_prompts, num_sft_examples: sizes of the three disjoint sets. The held-out set does not
-      depend on the other two.
+    num_train_prompts, num_eval_prompts, num_sft_examples: sizes of the three sets; none depends on the other two.
     sft_share_with_work: share of the fine-tuning examples whose solution shows the work, 0 to 1.
   Raises: ValueError for a size below 1 (0 for num_sft_examples) or a share outside 0..1.
   """
@@ -176,10 +176,9 @@ class ArithmeticTask:
     if not 0 <= sft_share_with_work <= 1:
       raise ValueError(f"sft_share_with_work={sft_share_with_work} must lie between 0 and 1; it is a share.")
     self.tokenizer = make_arithmetic_tokenizer()
-    self._eval_prompts = self._prompts(make_problems(num_eval_prompts, seed=seed, held_out=True))
-    problems = make_problems(num_train_prompts + num_sft_examples, seed=seed, held_out=False)
-    self._train_prompts = self._prompts(problems[:num_train_prompts])
-    self._sft_problems = problems[num_train_prompts:]
+    self._eval_prompts = self._prompts(make_problems(num_eval_prompts, split="eval", seed=seed))
+    self._train_prompts = self._prompts(make_problems(num_train_prompts, split="train", seed=seed))
+    self._sft_problems = make_problems(num_sft_examples, split="sft", seed=seed)
     self._share_with_work, self._seed = sft_share_with_work, seed
 
   def train_prompts(self) -> Sequence[Prompt]:
@@ -196,7 +195,7 @@ class ArithmeticTask:
     return decode_response(self.tokenizer, tokens)
 
   def sft_examples(self) -> Sequence[tuple[list[int], list[int]]]:
-    rng = random.Random(f"who shows the work {self._seed}")
+    rng = random.Random(f"fine-tuning {self._seed}")
     return [
       (self.tokenizer.encode(problem.text), self.tokenizer.encode(self._solution(problem, rng)))
       for problem in self._sft_problems
