@@ -77,7 +77,7 @@ def test_every_problem_has_the_answer_that_a_second_solver_finds(task):
     assert solve(prompt.text) == int(prompt.answer), prompt.text
 
 
-def test_all_eight_kinds_occur_alike(task):
+def test_all_eight_kinds_occur_often(task):
   openings = [re.sub(r"\d+", "0", prompt.text) for prompt in task.train_prompts()]
   shares = {
     "packs": sum(" packs " in text for text in openings),
@@ -90,7 +90,7 @@ def test_all_eight_kinds_occur_alike(task):
     "and": sum(bool(re.search(r"0 more and", text)) for text in openings),
   }
   assert sum(shares.values()) == 4_096
-  assert min(shares.values()) > 4_096 / 8 * 0.8
+  assert min(shares.values()) > 4_096 / 8 * 0.5
 
 
 def test_lengths_vocabulary_and_special_tokens(task):
@@ -115,23 +115,28 @@ def test_hundreds_of_thousands_of_texts_exist():
   assert len(one & other) < 20
 
 
-def test_examples_are_right_and_a_share_shows_the_work(task):
+def test_a_share_of_the_examples_shows_the_work_and_is_right(task):
   examples = task.sft_examples()
-  num_with_work = 0
+  num_with_work, errors = 0, []
   for prompt, response in examples:
     text = task.response_text(response)
     assert response[-1] in task.tokenizer.stop_ids and not any(i in task.tokenizer.stop_ids for i in response[:-1])
     words = text.split()
     assert words[-3:-1] == ["answer", "is"]
     problem = task.tokenizer.decode(prompt)
-    assert int(words[-1]) == solve(problem), problem
-    if "=" in words:
+    error = abs(int(words[-1]) - solve(problem))
+    if "=" not in words:
+      errors.append(error)
+    else:
       num_with_work += 1
+      assert error == 0, problem
       first, second = text.removesuffix(f" , answer is {words[-1]}").split(" , ")
       assert is_true(first) and is_true(second)
       assert second.endswith(f"= {words[-1]}")
   share, size = num_with_work / len(examples), len(examples)
   assert abs(share - 0.3) < 4 * np.sqrt(0.3 * 0.7 / size)
+  assert max(errors) == arithmetic.MAX_SLIP  # wrong bare answers are off by a little
+  assert abs(np.mean(np.array(errors) > 0) - arithmetic.SLIP_SHARE) < 4 * np.sqrt(0.25 / len(errors))
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,10 @@
     7 * 8 = 56, 56 - 9 = 47, answer is 47
 
 The closed vocabulary has the numbers 0 to 99 as single tokens, so nothing hides in the spelling of numbers; every
-result on the way lies in that range. The written solutions are a mixture: most give the bare answer, which takes two
-operations in the head and often goes wrong, and some show the work. Fine-tuned on them, a model's likeliest response is
-the bare answer. It can do better than that, and finding out is what reinforcement learning is for here.
+result on the way lies in that range. The written solutions are a mixture, as people write them: most give the bare
+answer, worked out in the head and off by a little now and then; the others show the work, and are right. Fine-tuned on
+them, a model's likeliest response is a bare answer. It can do better than that, and finding out is what reinforcement
+learning is for here.
 
 Training, held-out and fine-tuning problems are disjoint by their text, and more: no two of the three sets share a kind
 of problem with the same numbers, so that nothing but arithmetic answers a problem of another set.
@@ -29,13 +30,16 @@ from tba_jax.tokenizer import Tokenizer, make_tokenizer
 from tba_jax.types import Prompt
 
 MAX_NUMBER = 99  # the largest with a token of its own
-MAX_TERM = 10  # of the numbers in a text that are added or taken away
+MAX_TERM = 9  # of the numbers in a text that are added or taken away
 MAX_FACTOR = 5  # of those that are multiplied, or added up to be multiplied
 MAX_PROMPT_TOKENS = 22
 MAX_RESPONSE_TOKENS = 18
 
+SLIP_SHARE = 0.4  # of the bare answers among the fine-tuning examples are wrong, by at most MAX_SLIP
+MAX_SLIP = 3
+
 # Which of the kinds with their numbers belong to which set, in percent.
-SPLITS = {"eval": range(0, 15), "train": range(15, 55), "sft": range(55, 100)}
+SPLITS = {"eval": range(0, 15), "train": range(15, 35), "sft": range(35, 100)}
 
 PAD, STOP, UNKNOWN = "<pad>", "<stop>", "<unk>"
 
@@ -99,7 +103,7 @@ def _factors(template: Template) -> str:
 
 
 def make_problem(rng: random.Random) -> Problem:
-  """A random problem whose numbers and results all lie in 0..99, those of the text in 2..10."""
+  """A random problem whose numbers and results all lie in 0..99, those of the text in 2..9."""
   template = rng.choice(TEMPLATES)
   while True:
     values = {number: rng.randint(2, MAX_FACTOR if number in _factors(template) else MAX_TERM) for number in "abc"}
@@ -202,8 +206,11 @@ class ArithmeticTask:
     ]
 
   def _solution(self, problem: Problem, rng: random.Random) -> str:
-    work = f"{problem.work}, " if rng.random() < self._share_with_work else ""
-    return f"{work}answer is {problem.answer}{STOP}"
+    if rng.random() < self._share_with_work:
+      return f"{problem.work}, answer is {problem.answer}{STOP}"
+    slips = [answer for answer in range(problem.answer - MAX_SLIP, problem.answer + MAX_SLIP + 1) if 0 <= answer]
+    slips.remove(problem.answer)
+    return f"answer is {rng.choice(slips) if rng.random() < SLIP_SHARE else problem.answer}{STOP}"
 
   def _prompts(self, problems: Sequence[Problem]) -> list[Prompt]:
     return [
