@@ -59,8 +59,8 @@ def test_train_eval_and_sft_share_no_text(task):
 
 
 def test_no_two_sets_share_a_kind_of_problem_with_its_numbers(task):
-  words = (arithmetic.GAINS, arithmetic.LOSSES, arithmetic.THINGS, arithmetic.BOXES, arithmetic.PEOPLE, arithmetic.COLORS)
-  exchangeable = {word for some in words for word in some}
+  lists = ("GAINS", "LOSSES", "THINGS", "BOXES", "PEOPLE", "COLORS")
+  exchangeable = {word for name in lists for word in getattr(arithmetic, name)}
 
   def kind(text: str) -> tuple[str, ...]:
     return tuple(word for word in re.findall(r"[a-z]+|\d+", text) if word not in exchangeable)

@@ -1,7 +1,7 @@
 """Word problems with two operations, made by a generator: a task that a small model learns on a laptop in minutes.
 
-    Nora packs 7 boxes of 8 pears, then sells 9. How many pears are left?
-    7 * 8 = 56, 56 - 9 = 47, answer is 47
+    Nora packs 4 boxes of 5 pears, then sells 9. How many pears are left?
+    4 * 5 = 20, 20 - 9 = 11, answer is 11
 
 The closed vocabulary has the numbers 0 to 99 as single tokens, so nothing hides in the spelling of numbers; every
 result on the way lies in that range. The written solutions are a mixture, as people write them: most give the bare
