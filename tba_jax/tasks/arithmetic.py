@@ -5,7 +5,7 @@
 
 The closed vocabulary has the numbers 0 to 99 as single tokens, so nothing hides in the spelling of numbers; every
 result on the way lies in that range. The written solutions are a mixture, as people write them: most give the bare
-answer, worked out in the head and off by a little now and then; the others show the work, and are right. Fine-tuned on
+answer, worked out in the head and off by a little half of the time; the others show the work, and are right. Fine-tuned on
 them, a model's likeliest response is a bare answer. It can do better than that, and finding out is what reinforcement
 learning is for here.
 
@@ -35,7 +35,7 @@ MAX_FACTOR = 5  # of those that are multiplied, or added up to be multiplied
 MAX_PROMPT_TOKENS = 22
 MAX_RESPONSE_TOKENS = 18
 
-SLIP_SHARE = 0.4  # of the bare answers among the fine-tuning examples are wrong, by at most MAX_SLIP
+SLIP_SHARE = 0.5  # of the bare answers among the fine-tuning examples are wrong, by at most MAX_SLIP
 MAX_SLIP = 3
 
 # Which of the kinds with their numbers belong to which set, in percent.
