@@ -6,8 +6,8 @@
 The closed vocabulary has the numbers 0 to 99 as single tokens, so nothing hides in the spelling of numbers; every
 result on the way lies in that range. The written solutions are a mixture, as people write them: most give the bare
 answer, worked out in the head and off by a little half of the time; the others show the work, and are right. Fine-tuned
-on them, a model's likeliest response is a bare answer. It can do better than that, and finding out is what reinforcement
-learning is for here.
+on them, a model's likeliest response is a bare answer. It can do better than that, and finding out is what
+reinforcement learning is for here.
 
 Training, held-out and fine-tuning problems are disjoint by their text, and more: no two of the three sets share a kind
 of problem with the same numbers, so that nothing but arithmetic answers a problem of another set.
