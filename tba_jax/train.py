@@ -240,7 +240,7 @@ def _fine_tune(
   sft, train = config.sft, config.train
   schedule = learner.make_schedule(
       "cosine", learning_rate=sft.learning_rate, warmup_steps=sft.warmup_steps, decay_steps=sft.steps - sft.warmup_steps)
-  optimizer = learner.make_optimizer("adamw", schedule=schedule, clip_norm=1.0)
+  optimizer = learner.make_optimizer("adamw", schedule=schedule, clip_norm=1.0, b1=train.b1, b2=train.b2, eps=train.eps)
   step = learner.make_train_step(
       cfg, make_loss("sft"), optimizer, temperature=1.0, compute_dtype=jnp.dtype(train.compute_dtype), remat=train.remat,
       micro_batches=sft.micro_batches, chunk_tokens=train.head_chunk_tokens, whole_groups_per_micro_batch=True, mesh=mesh)

@@ -28,7 +28,7 @@ class Exchange:
     groups_per_step, responses_per_prompt: of a training batch.
     fill_responses: responses that must have arrived before the first batch is drawn.
     max_staleness: admission bound in updates, -1: none.
-    max_lead_steps: searchers stop when this many steps' worth of groups are unused or running, -1: they run free.
+    max_lead_steps: searchers stop when the groups sampled are so many steps' worth more than the groups drawn, -1: they run free.
     say: prints a line for the user.
   """
 
@@ -82,9 +82,12 @@ class Exchange:
   def _may_start(self, version: int) -> bool:
     if self._stopped or not self._admits:
       return False
-    running, unused = self.ledger.stats()["in_flight"], int(self.buffer.stats()["unused_groups"])
+    ledger, buffer = self.ledger.stats(), self.buffer.stats()
+    running, unused = ledger["in_flight"], int(buffer["unused_groups"])
+    # The lead is what was sampled less what was drawn. Groups that no draw has touched would not do: TBA's draw leaves some for ever.
+    ahead = ledger["finished"] + running - buffer["groups_drawn"]
     filled = self._num_arrived + running * self._responses_per_prompt >= self._fill_responses  # the lead must not stop the initial fill
-    if self._max_lead_steps >= 0 and filled and running + unused >= self._max_lead_steps * self._groups_per_step:
+    if self._max_lead_steps >= 0 and filled and ahead >= self._max_lead_steps * self._groups_per_step:
       return False
     if self._max_staleness < 0:
       return True
