@@ -35,6 +35,7 @@ def get_config(arg=None):
     ),
   )
   config.sft = dict(steps=400, batch_size=64, micro_batches=8, learning_rate=1e-3, warmup_steps=40, num_examples=25_600)
+  config.lora = dict(pattern="", rank=0, alpha=0.0)  # as layers/attn/[qv], 16, 32: only adapters are trained
   config.train = dict(
     steps=120, prompts_per_step=8, responses_per_prompt=16,
     optimizer="adamw",

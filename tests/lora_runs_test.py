@@ -1,0 +1,150 @@
+"""Whole short runs with adapters: what learns, what stays, what is moved, what is saved, and what is exported."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from tba_jax import export, metrics, train
+from tba_jax.checkpoints import run_state
+from tba_jax.models import lora as lora_lib
+from tba_jax.models import transformer
+from tba_jax.runtime.run import Run, StopFlag
+from tests import runs
+
+LORA = dict(lora__pattern="layers/(attn/[qvo]|mlp/.*)", lora__rank=2, lora__alpha=4.0)
+
+
+@pytest.fixture(autouse=True)
+def _easy_reward(monkeypatch):
+  runs.use_easy_reward(monkeypatch)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compile_once(tmp_path_factory):
+  """Every run compiles the same programs again; the persistent cache makes that a file read."""
+  jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("xla")))
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
+  yield
+  jax.config.update("jax_compilation_cache_dir", None)
+
+
+def _config(**changes):
+  return runs.short_config(
+    **{**LORA, "runtime__mode": "lockstep", "train__learning_rate": 0.01, "sync__every_steps": 2,
+       "devices__searchers": 1, **changes})
+
+
+def _stop_after(monkeypatch, stop, step):
+  write = metrics.MetricsWriter.write
+
+  def watched(self, at, scalars):
+    write(self, at, scalars)
+    if "loss" in scalars and at == step:
+      stop.set("the test")
+
+  monkeypatch.setattr(metrics.MetricsWriter, "write", watched)
+
+
+def _adapters(workdir, step=None):
+  cfg, _ = train.read_model_folder(workdir / "model")
+  settings = train.read_lora(workdir / "model")
+  return run_state.load_params(workdir, lora_lib.abstract_adapters(cfg, settings=settings), step=step)[1]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+  """A lockstep run of 6 steps, and the run itself as it was at its end."""
+  seen = []
+  with pytest.MonkeyPatch.context() as patch:
+    runs.use_easy_reward(patch)
+    results = Run.results
+    patch.setattr(Run, "results", lambda self: (seen.append(self), results(self))[1])
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    assert runs.run(_config(), folder) == 0
+  return folder, seen[0]
+
+
+def test_only_adapters_learn_and_only_they_are_moved_and_saved(finished):
+  folder, run = finished
+  cfg, _ = train.read_model_folder(folder / "model")
+  settings = train.read_lora(folder / "model")
+  lines = [line for line in runs.lines(folder) if "loss" in line]
+  assert len(lines) == 6 and all(line["update_norm"] > 0 for line in lines)
+  expected = lora_lib.abstract_adapters(cfg, settings=settings)
+  assert jax.tree.structure(run.trainer.state.params) == jax.tree.structure(expected)
+  trained = _adapters(folder)
+  start = lora_lib.init_adapters(cfg, jax.random.fold_in(jax.random.key(0), 1), settings=settings)
+  changed = jax.tree.map(lambda a, b: bool(np.any(np.asarray(a) != np.asarray(b))), trained, start)
+  assert all(jax.tree.leaves(changed)), "every adapter learns"
+  # The base after 6 donating steps, and in the searcher, is what a new run makes of the seed.
+  base = jax.jit(transformer.init_params, static_argnums=0)(cfg, jax.random.key(0))
+  (frozen,) = run.trainer._frozen
+  for tree in (frozen, run.searchers[0]._reference):
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), tree, base)
+  # What a searcher was sent has the bytes of the adapters; what it samples with is the merged model.
+  held = run.weights.latest(0)
+  num_bytes = lambda tree: sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+  assert num_bytes(held.moved) == num_bytes(trained) < num_bytes(base) / 4
+  merged = transformer.unstack(lora_lib.merge(base, trained, scale=2.0))
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-6), held.params, merged)
+
+
+def test_version_0_is_the_reference_and_the_sampler_follows_the_trainer(finished):
+  folder, _ = finished
+  first = runs.lines(folder, "rollouts/train.jsonl")[0]
+  assert first["version"] == 0 and first["log_mu"] == pytest.approx(first["log_ref"], abs=1e-4)
+  last = runs.lines(folder, "rollouts/train.jsonl")[-1]
+  assert last["version"] > 0 and abs(last["log_mu"] - last["log_ref"]) > 1e-3
+  assert runs.results(folder)["logprob_gap_max"] < 1e-4
+
+
+def test_resume_is_bitwise_with_weights_held_back(tmp_path, monkeypatch, finished):
+  """Step 3 of a run that publishes every 2: searchers hold version 2, which only the checkpoint knows."""
+  folder, _ = finished
+  with monkeypatch.context() as patch:
+    stop = StopFlag()
+    _stop_after(patch, stop, 3)
+    assert runs.run(_config(), tmp_path / "run", stop) == 0
+  assert runs.run(_config(), tmp_path / "run") == 0
+  jax.tree.map(np.testing.assert_array_equal, _adapters(tmp_path / "run"), _adapters(folder))
+  trained = lambda lines: [{k: v for k, v in line.items() if k != "eval_accuracy"} for line in lines if "loss" in line]
+  assert trained(runs.untimed(tmp_path / "run")) == trained(runs.untimed(folder))
+
+
+def test_export_merges(tmp_path, finished):
+  folder, run = finished
+  export.main([f"--workdir={folder}", f"--out={tmp_path / 'out'}"])
+  cfg, _ = train.read_model_folder(folder / "model")
+  tokens = np.arange(3, 15, dtype=np.int32)[None]
+  positions = np.arange(12, dtype=np.int32)[None]
+  (base,) = run.trainer._frozen
+  params = lora_lib.attach(base, run.trainer.state.params, scale=2.0)
+  hidden = transformer.hidden_states(params, cfg, tokens, positions, np.ones_like(tokens), dtype=jnp.float32)
+  ours = np.asarray(transformer.logits(params, cfg, hidden))[0]
+  model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+  with torch.no_grad():
+    theirs = model(torch.from_numpy(tokens).long()).logits[0].numpy()
+  np.testing.assert_allclose(ours[:, : cfg.vocab_size], theirs[:, : cfg.vocab_size], atol=1e-5)
+
+
+def test_async_run_on_a_bfloat16_base(tmp_path):
+  """Fine-tuning trains everything; then the base is bfloat16, adapters and their moments float32."""
+  config = _config(runtime__mode="async", train__compute_dtype="bfloat16", sample__dtype="bfloat16", sft__steps=20)
+  assert runs.run(config, tmp_path / "run") == 0
+  cfg, _ = train.read_model_folder(tmp_path / "run" / "model")
+  state = run_state.RunState(tmp_path / "run", keep=1)
+  like = jax.tree.map(
+    lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0])),
+    transformer.abstract_params(cfg, jnp.float32))
+  base = state.load_initial(like)
+  state.close()
+  jax.tree.map(lambda x: np.testing.assert_array_equal(x, x.astype(jnp.bfloat16).astype(jnp.float32)), base)
+  new = transformer.init_params(cfg, jax.random.key(0))
+  assert np.abs(np.asarray(base["embed"]["table"]) - np.asarray(new["embed"]["table"])).max() > 1e-3
+  assert {leaf.dtype for leaf in jax.tree.leaves(_adapters(tmp_path / "run"))} == {np.dtype(np.float32)}
+  assert runs.results(tmp_path / "run")["steps"] == 6
