@@ -379,8 +379,8 @@ def validate(config: Mapping[str, Any], *, num_devices: int, platform: str) -> N
   flat = flatten(config)
   wrong = check_keys(flat)
   problems = list(wrong.values())
-  checks = (_check_batch, _check_schedule, _check_optimizer, _check_fine_tuning, _check_lora, _check_loss, _check_buffer,
-            _check_runtime, _check_backend, _check_model, _check_data,
+  checks = (_check_batch, _check_schedule, _check_optimizer, _check_fine_tuning, _check_lora, _check_loss,
+            _check_buffer, _check_runtime, _check_backend, _check_model, _check_data,
             lambda c: _check_devices(c, num_devices, platform))
   for check in checks:
     try:

@@ -54,8 +54,8 @@ SCHEMA: dict[str, Rule] = {
   # Folder, .gguf file, Hugging Face name or package:NAME; "": a new model of model.architecture.
   "model.path": _ANY_STRING,
   "data.path": _ANY_STRING,  # folder with train.jsonl and test.jsonl; "": the task's own source
-  # Low-rank adapters are trained and everything else is frozen, in train.compute_dtype. The pattern is a regular expression over
-  # whole paths of linear layers (LINEAR_LAYERS); "": everything is trained, and rank and alpha are 0.
+  # Low-rank adapters are trained and everything else is frozen, in train.compute_dtype. The pattern is a regular
+  # expression over whole paths of linear layers (LINEAR_LAYERS); "": everything is trained, rank and alpha are 0.
   "lora.pattern": _ANY_STRING,
   "lora.rank": _integer(0),
   "lora.alpha": _number(0),  # the adapters' product is scaled by alpha / rank

@@ -2,8 +2,8 @@
 
     python -m tba_jax.export --workdir=RUN --out=DIR [--step=N]
 
-The parameters are those of the trainer, in float32; adapters are merged into the model that they were trained on. The run may still be going on: only a checkpoint that is whole is
-read, and nothing in the workdir is written.
+The parameters are those of the trainer, in float32; adapters are merged into the model that they were trained on. The
+run may still be going on: only a checkpoint that is whole is read, and nothing in the workdir is written.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 
 from tba_jax.checkpoints.huggingface import save_model
+from tba_jax.checkpoints.model_folder import read_lora, read_model_folder
 from tba_jax.checkpoints.run_state import load_initial, load_params
 from tba_jax.models import lora as lora_lib
 from tba_jax.models import transformer
-from tba_jax.train import read_lora, read_model_folder
 
 
 def export(workdir: pathlib.Path, out: pathlib.Path, *, step: int | None = None) -> int:

@@ -80,8 +80,8 @@ def placements(
 ) -> list[Placement]:
   """What each part of a run keeps, device counts as `config.resolve_devices` gives them.
 
-  With `lora` the trainer keeps a base in `compute_dtype` and trains adapters. A searcher keeps the same whether adapters are trained or
-  everything: the weights (merged ones), and the reference (which is the base that they are merged with).
+  With `lora` the trainer keeps a base in `compute_dtype` and trains adapters. A searcher keeps the same whether
+  adapters are trained or everything: the weights (merged ones), and the reference (the base that they are merged with).
   Raises: ValueError if the pattern of `lora` matches no layer.
   """
   trainer_devices, searcher_devices = sharding.split_devices(

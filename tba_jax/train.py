@@ -28,13 +28,14 @@ from ml_collections import ConfigDict
 from tba_jax import config as config_lib
 from tba_jax import learner, metrics, plan, sharding, supervised
 from tba_jax.checkpoints.huggingface import load_model
+from tba_jax.checkpoints.model_folder import read_model_folder, save_model_folder
 from tba_jax.checkpoints.run_state import RunState
 from tba_jax.losses.registry import make_loss
 from tba_jax.meters import Timeline, WaitMeter
 from tba_jax.models import lora as lora_lib
 from tba_jax.models import transformer
 from tba_jax.models.lora import LoraSettings
-from tba_jax.models.variants import ModelConfig, from_huggingface, to_huggingface
+from tba_jax.models.variants import ModelConfig
 from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.replay.flow import PromptLedger
 from tba_jax.runtime.exchange import Exchange
@@ -47,7 +48,7 @@ from tba_jax.searcher import SampleSettings, Searcher, cast
 from tba_jax.tasks.arithmetic import ArithmeticTask
 from tba_jax.tasks.base import Task
 from tba_jax.tasks.gsm8k import Gsm8kTask
-from tba_jax.tokenizer import Tokenizer, load_tokenizer
+from tba_jax.tokenizer import Tokenizer
 from tba_jax.types import TrainState
 from tba_jax.weights import WeightStore
 
@@ -181,7 +182,8 @@ def _build_model_and_task(
     params = run_state.load_initial(jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, sharding.param_shardings(abstract, mesh)))
     return cfg, task, params
-  first_dtype = jnp.float32 if config.sft.steps else dtype  # fine-tuning trains every parameter, whatever is frozen afterwards
+  # Fine-tuning trains every parameter, whatever is frozen afterwards.
+  first_dtype = jnp.float32 if config.sft.steps else dtype
   if config.model.path:
     _say(f"loading {config.model.path}")
     put = lambda path, array: jax.device_put(
@@ -234,30 +236,8 @@ def _lora(config: ConfigDict) -> LoraSettings | None:
 
 
 def _param_dtype(config: ConfigDict) -> Any:
-  """Of the parameters of version 0: the dtype that they are trained in, or for a frozen base the one that it is computed with."""
+  """Of the parameters of version 0: the dtype that they are trained in, or that a frozen base is computed with."""
   return jnp.dtype(config.train.compute_dtype if config.lora.pattern else config.train.param_dtype)
-
-
-def save_model_folder(folder: pathlib.Path, cfg: ModelConfig, tokenizer: Tokenizer, lora: LoraSettings | None = None) -> None:
-  """Writes config.json, the tokenizer and lora.json (if checkpoints hold adapters), so that checkpoints can be read by the folder."""
-  folder.mkdir(parents=True, exist_ok=True)
-  tokenizer.save(folder)
-  metrics.write_atomic(folder / "config.json", json.dumps(to_huggingface(cfg), indent=2, sort_keys=True) + "\n")
-  if lora is not None:
-    metrics.write_atomic(folder / "lora.json", json.dumps(dataclasses.asdict(lora), indent=2, sort_keys=True) + "\n")
-
-
-def read_lora(folder: pathlib.Path) -> LoraSettings | None:
-  """Settings of the adapters that the checkpoints beside a model folder hold; None if they hold the whole model."""
-  path = folder / "lora.json"
-  return LoraSettings(**json.loads(path.read_text())) if path.is_file() else None
-
-
-def read_model_folder(folder: pathlib.Path) -> tuple[ModelConfig, Tokenizer]:
-  """What `save_model_folder` wrote."""
-  cfg, tokenizer = from_huggingface(json.loads((folder / "config.json").read_text())), load_tokenizer(folder)
-  vocab_size = min(cfg.num_embeddings, tokenizer.vocab_size)
-  return dataclasses.replace(cfg, vocab_size=vocab_size), dataclasses.replace(tokenizer, vocab_size=vocab_size)
 
 
 def _fine_tune(
@@ -344,15 +324,12 @@ def _build_searchers(
 def _weight_store(
     cfg: ModelConfig, lora: LoraSettings | None, places: Sequence[Place], references: Sequence[Any], dtype: Any
 ) -> WeightStore:
-  """Moves all parameters in the decode layout, or adapters alone, which each searcher merges with the reference that it holds."""
+  """Moves all parameters in the decode layout; or adapters alone, which each searcher merges with its reference."""
   if lora is None:
     convert = jax.jit(lambda tree: transformer.unstack(jax.tree.map(lambda x: x.astype(dtype), tree)))
     return WeightStore(convert, [place.weights for place in places])
   abstract = lora_lib.abstract_adapters(cfg, settings=lora)
-
-  def merge(reference: Any, adapters: Any) -> Any:
-    return lora_lib.merge(transformer.unstack(reference), lora_lib.unstack(adapters), scale=lora.scale)
-
+  merge = functools.partial(lora_lib.merge_unstacked, scale=lora.scale)
   placements, expand = [], []
   for place, reference in zip(places, references, strict=True):
     on_mesh = place.mesh is not None

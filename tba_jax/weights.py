@@ -1,6 +1,6 @@
 """Versioned weights on their way from the trainer to the searchers: converted once, moved device to device, swapped whole.
 
-What is moved need not be what is sampled with: adapters are moved alone, and each searcher makes the weights of them on its own devices.
+What is moved need not be what is sampled with: adapters are moved alone, and merged on each searcher's own devices.
 
 `publish` is dispatched before the next optimizer step, which donates the trainer's buffers, and always makes buffers of its own. A
 searcher sees all of version v or all of version w, never a mixture, and a version is visible only after its transfer has succeeded:
@@ -35,11 +35,15 @@ class WeightStore:
   Args:
     convert: params of the trainer -> params in the searcher's layout and dtype, jitted, on the trainer's devices.
     placements: for each searcher, what `jax.device_put` takes as the place of the converted tree (a device, a sharding or a tree).
-    expand: for each searcher, moved tree -> parameters that it samples with, on its own devices. Default: they are the moved tree.
+    expand: for each searcher, moved tree -> parameters that it samples with, on its devices. Default: the moved tree.
   """
 
   def __init__(
-      self, convert: Callable[[Any], Any], placements: Sequence[Any], *, expand: Sequence[Callable[[Any], Any]] | None = None
+      self,
+      convert: Callable[[Any], Any],
+      placements: Sequence[Any],
+      *,
+      expand: Sequence[Callable[[Any], Any]] | None = None,
   ):
     self._convert = convert
     self._placements = list(placements)

@@ -4,8 +4,8 @@ Source: Hu et al. 2021, arXiv:2106.09685. With A [*in, rank], B [rank, *out] and
 
     y = x W + scale (x A) B,    A ~ Normal(0, 1 / fan-in),  B = 0
 
-so that adapters that have not been trained change nothing. Adapters are a parameter tree of their own, with the paths of
-the kernels that they belong to: {"layers": {"attn": {"q": {"lora_a": [L, D, rank], "lora_b": [L, rank, Q, H]}}}}. The
+so that adapters that have not been trained change nothing. Adapters are a parameter tree of their own, with the paths
+of the layers that they belong to: {"layers": {"attn": {"q": {"lora_a": [L, D, rank], "lora_b": [L, rank, Q, H]}}}}. The
 trainer attaches them (no merged kernel exists, and no gradient of one), samplers and exports merge them.
 """
 
@@ -91,7 +91,8 @@ def merge(base: Params, adapters: Params, *, scale: float) -> Params:
   """The model without adapters that computes the same: kernels W + scale A B, summed in float32, in the base's dtypes.
 
   Args:
-    base, adapters: both with stacked layers or both in the decode layout. Leaves without an adapter come out as they are.
+    base, adapters: both with stacked layers, or both in the decode layout. Leaves without an adapter come out as they
+      are.
   """
   if isinstance(adapters, tuple):
     return tuple(merge(part, own, scale=scale) for part, own in zip(base, adapters, strict=True))
@@ -107,6 +108,7 @@ def _merged_kernel(kernel: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
   return (kernel.astype(jnp.float32) + product(a, b)).astype(kernel.dtype)
 
 
-def unstack(adapters: Params) -> Params:
-  """Adapters in the decode layout, for `merge` with a base in it."""
-  return transformer.unstack(adapters) if "layers" in adapters else adapters
+def merge_unstacked(base: Params, adapters: Params, *, scale: float) -> Params:
+  """As `merge`, from stacked trees into the decode layout, so that the float32 product is one layer's at a time."""
+  adapters = transformer.unstack(adapters) if "layers" in adapters else adapters
+  return merge(transformer.unstack(base), adapters, scale=scale)
