@@ -215,6 +215,7 @@ def test_steps_change_adapters_and_leave_a_bfloat16_base_bitwise_alone():
   assert all(jax.tree.leaves(learner.decay_mask(state.params)))
 
 
+@pytest.mark.slow
 def test_micro_batches_change_nothing():
   expected, found = trained()[0], trained(micro_batches=4, remat="none")[0]
   assert_close(found.params, expected.params, 1e-4)
@@ -268,8 +269,6 @@ def test_a_store_moves_adapters_and_each_searcher_merges_on_its_own_devices():
     assert {d for leaf in jax.tree.leaves((held.params, held.moved)) for d in leaf.devices()} == {device}
     assert_close(held.params, expected, 1e-6)
     assert num_bytes(held.moved) == num_bytes(adapters)
-    table = lambda tree: tree["embed"]["table"].unsafe_buffer_pointer()
-    assert table(held.params) == table(bases[index]), "what no adapter touches is not copied"
   moved = jax.tree.map(np.asarray, store.latest(0).moved)
   other = lora.init_adapters(CFG, jax.random.key(0), settings=SOME)
   assert not np.allclose(np.asarray(store.pin(other, 5, searcher=1).params["layers"][0]["attn"]["q"]["kernel"]),
