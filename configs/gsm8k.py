@@ -36,6 +36,7 @@ def get_config(arg=None):
   config.model = dict(path="realtreetune/rho-1b-sft-GSM8K", architecture=dict())
   # The published weights are fine-tuned on GSM8K already.
   config.sft = dict(steps=0, batch_size=64, micro_batches=8, learning_rate=1e-5, warmup_steps=0, num_examples=7_473)
+  config.lora = dict(pattern="", rank=0, alpha=0.0)  # as layers/attn/[qv], 16, 32: only adapters are trained
   config.train = dict(
     steps=700, prompts_per_step=7, responses_per_prompt=20,
     optimizer="adamw", learning_rate=1e-5, schedule="wsd", warmup_steps=50, stable_steps=350, decay_steps=600,

@@ -24,7 +24,7 @@ def get_config(arg=None):
   config.task = "arithmetic"
   config.task_args = dict(
     num_train_prompts=4096,  # problems for TBA; their texts occur neither in the fine-tuning nor in the held-out set
-    sft_share_with_work=0.4,  # of the fine-tuning examples; the rest give the bare answer
+    sft_share_with_work=0.4,  # of the fine-tuning examples; the others give the bare answer, every second one a slip
   )
   config.data = dict(path="")
   config.model = dict(
@@ -37,6 +37,7 @@ def get_config(arg=None):
   config.sft = dict(
     steps=1200, batch_size=32, micro_batches=4, learning_rate=1.5e-3, warmup_steps=40, num_examples=25_600,
   )
+  config.lora = dict(pattern="", rank=0, alpha=0.0)  # as layers/attn/[qv], 16, 32: only adapters are trained
   config.train = dict(
     steps=120, prompts_per_step=8, responses_per_prompt=16,
     optimizer="adamw",

@@ -16,7 +16,7 @@ import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from tba_jax.config_schema import check_keys, flatten, nearest
+from tba_jax.config_schema import LINEAR_LAYERS, check_keys, flatten, nearest
 
 CONFIG_FILE = "config.json"
 
@@ -167,6 +167,27 @@ def _check_fine_tuning(c: Mapping[str, Any]) -> Iterator[str]:
   steps, warmup = c["sft.steps"], c["sft.warmup_steps"]
   if steps and warmup >= steps:
     yield f"sft.warmup_steps={warmup} must be less than sft.steps={steps}, which end in a decay; lower sft.warmup_steps"
+
+
+def _check_lora(c: Mapping[str, Any]) -> Iterator[str]:
+  pattern, rank, alpha = c["lora.pattern"], c["lora.rank"], c["lora.alpha"]
+  if not pattern:
+    for key, value in (("lora.rank", rank), ("lora.alpha", alpha)):
+      if value:
+        yield f"{key}={value} means nothing while lora.pattern='' trains everything; set it to 0, or set lora.pattern"
+    return
+  if rank < 1:
+    yield f"lora.rank={rank} must be at least 1 with lora.pattern={pattern!r}; set it, for example to 16"
+  if alpha <= 0:
+    yield f"lora.alpha={alpha} must be above 0 with lora.pattern={pattern!r}; set it, for example to lora.rank"
+  try:
+    matches = any(re.fullmatch(pattern, name) for name in LINEAR_LAYERS)
+  except re.error as error:
+    yield f"lora.pattern={pattern!r} is not a regular expression ({error}); correct it"
+    return
+  if not matches:
+    yield (f"lora.pattern={pattern!r} must match the whole path of a linear layer, one of {', '.join(LINEAR_LAYERS)}; "
+           "correct it, for example to layers/attn/[qv]")
 
 
 def _check_loss(c: Mapping[str, Any]) -> Iterator[str]:
@@ -358,8 +379,8 @@ def validate(config: Mapping[str, Any], *, num_devices: int, platform: str) -> N
   flat = flatten(config)
   wrong = check_keys(flat)
   problems = list(wrong.values())
-  checks = (_check_batch, _check_schedule, _check_optimizer, _check_fine_tuning, _check_loss, _check_buffer,
-            _check_runtime, _check_backend, _check_model, _check_data,
+  checks = (_check_batch, _check_schedule, _check_optimizer, _check_fine_tuning, _check_lora, _check_loss,
+            _check_buffer, _check_runtime, _check_backend, _check_model, _check_data,
             lambda c: _check_devices(c, num_devices, platform))
   for check in checks:
     try:

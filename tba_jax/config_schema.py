@@ -54,6 +54,11 @@ SCHEMA: dict[str, Rule] = {
   # Folder, .gguf file, Hugging Face name or package:NAME; "": a new model of model.architecture.
   "model.path": _ANY_STRING,
   "data.path": _ANY_STRING,  # folder with train.jsonl and test.jsonl; "": the task's own source
+  # Low-rank adapters are trained and everything else is frozen, in train.compute_dtype. The pattern is a regular
+  # expression over whole paths of linear layers (LINEAR_LAYERS); "": everything is trained, rank and alpha are 0.
+  "lora.pattern": _ANY_STRING,
+  "lora.rank": _integer(0),
+  "lora.alpha": _number(0),  # the adapters' product is scaled by alpha / rank
   # Supervised fine-tuning before the first TBA update.
   "sft.steps": _integer(0, or_else="0: no fine-tuning"),
   "sft.batch_size": _integer(1),
@@ -123,6 +128,11 @@ SCHEMA: dict[str, Rule] = {
   "checkpoint.keep": _integer(1),
   "log.rollouts_per_step": _integer(0),
 }
+
+# Those that a model can have; one with tied embeddings has no lm_head, one without gates no gate.
+LINEAR_LAYERS = (
+  *(f"layers/attn/{name}" for name in "qkvo"), *(f"layers/mlp/{name}" for name in ("gate", "up", "down")), "lm_head",
+)
 
 # 1 for 1.0 and a list for a tuple mean the same; True for 1 does not.
 _STANDS_FOR = {float: (float, int), tuple: (tuple, list)}

@@ -2,8 +2,8 @@
 
     python -m tba_jax.export --workdir=RUN --out=DIR [--step=N]
 
-The parameters are those of the trainer, in float32. The run may still be going on: only a checkpoint that is whole is
-read, and nothing in the workdir is written.
+The parameters are those of the trainer, in float32; adapters are merged into the model that they were trained on. The
+run may still be going on: only a checkpoint that is whole is read, and nothing in the workdir is written.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 
 from tba_jax.checkpoints.huggingface import save_model
-from tba_jax.checkpoints.run_state import load_params
+from tba_jax.checkpoints.model_folder import read_lora, read_model_folder
+from tba_jax.checkpoints.run_state import load_initial, load_params
+from tba_jax.models import lora as lora_lib
 from tba_jax.models import transformer
-from tba_jax.train import read_model_folder
 
 
 def export(workdir: pathlib.Path, out: pathlib.Path, *, step: int | None = None) -> int:
@@ -35,13 +36,15 @@ def export(workdir: pathlib.Path, out: pathlib.Path, *, step: int | None = None)
   if not (workdir / "model" / "config.json").is_file():
     raise ValueError(f"{workdir} is not the workdir of a run: it has no model/config.json; give the --workdir of one.")
   cfg, tokenizer = read_model_folder(workdir / "model")
+  lora = read_lora(workdir / "model")
   # Host memory, whatever the trainer ran on: an accelerator is not needed to copy weights from file to file.
   host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-  abstract = jax.tree.map(
-    lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=host),
-    transformer.abstract_params(cfg, jnp.float32),
-  )
-  step, params = load_params(workdir, abstract, step=step)
+  on_host = lambda tree: jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=host), tree)
+  whole = on_host(transformer.abstract_params(cfg, jnp.float32))
+  trained = whole if lora is None else on_host(lora_lib.abstract_adapters(cfg, settings=lora))
+  step, params = load_params(workdir, trained, step=step)
+  if lora is not None:
+    params = lora_lib.merge(load_initial(workdir, whole), params, scale=lora.scale)
   save_model(out, cfg, params, tokenizer)
   return step
 

@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tba_jax import sharding
 from tba_jax.losses import diagnostics
 from tba_jax.losses.registry import LossFn
+from tba_jax.models import lora as lora_lib
 from tba_jax.models import transformer
 from tba_jax.models.heads import token_logprobs
 from tba_jax.models.variants import ModelConfig
@@ -29,7 +30,7 @@ from tba_jax.types import Batch, TrainState
 
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
 OPTIMIZERS = ("adamw", "adafactor", "sgd")
-DECAYED_LEAVES = ("kernel", "table")
+DECAYED_LEAVES = ("kernel", "table", "lora_a", "lora_b")
 
 Metrics = dict[str, jax.Array]
 
@@ -222,9 +223,13 @@ def make_train_step(
   chunk_tokens: int,
   whole_groups_per_micro_batch: bool = False,
   backend: str = "xla",
+  lora: lora_lib.LoraSettings | None = None,
   mesh: Mesh | None = None,
-) -> Callable[[TrainState, Batch, Any], tuple[TrainState, Metrics]]:
+) -> Callable[..., tuple[TrainState, Metrics]]:
   """Jitted `step(state, batch, beta) -> (state, metrics)`; the state is donated, beta is a float32 scalar.
+
+  With `lora` it is `step(state, batch, beta, base)`: the state's parameters are the adapters, which alone are
+  differentiated and have optimizer state; the base, in any dtype, is read and not donated.
 
   It runs on the state's device, or on `mesh`; no global default is read, so steps of other threads on other devices go
   on beside it. The batch may be numpy. Its rows must be a multiple of micro_batches x data x fsdp (see `collate`).
@@ -243,6 +248,7 @@ def make_train_step(
       forward and one backward pass. Otherwise the step runs forward twice: all of log_pi first, then backward with the
       whole batch's coefficients dloss / dlog_pi, which is exact for any loss.
     backend: of attention, see `models.attention`.
+    lora: train adapters of these settings on a frozen base.
     mesh: from `sharding.make_mesh`.
   Metrics: loss; grad_norm before clipping; param_norm after, and update_norm of, the update (0 if skipped);
     learning_rate; beta; entropy (nats, mean over response tokens of valid responses); skipped (1 if loss or gradient
@@ -251,7 +257,9 @@ def make_train_step(
   if micro_batches < 1:
     raise ValueError(f"micro_batches={micro_batches} must be at least 1.")
 
-  def score(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+  def score(params: Any, batch: Batch, *, frozen: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
+    if lora is not None:
+      params = lora_lib.attach(*frozen, params, scale=lora.scale)
     return token_logprobs(
       params, cfg, batch.tokens, batch.positions, batch.segment_ids, temperature=temperature, dtype=compute_dtype,
       remat=remat, chunk_tokens=chunk_tokens, backend=backend, constrain=sharding.activation_constraint(mesh),
@@ -259,7 +267,6 @@ def make_train_step(
 
   gradients = functools.partial(
     _gradients,
-    score=score,
     loss_fn=loss_fn,
     micro_batches=micro_batches,
     one_pass=micro_batches == 1 or whole_groups_per_micro_batch,
@@ -267,23 +274,24 @@ def make_train_step(
     mesh=mesh,
   )
 
-  def step(state: TrainState, batch: Batch, beta: Any) -> tuple[TrainState, Metrics]:
+  def step(state: TrainState, batch: Batch, beta: Any, *frozen: Any) -> tuple[TrainState, Metrics]:
     beta = jnp.asarray(beta, jnp.float32)
-    grads, metrics = gradients(state.params, batch, beta)
+    grads, metrics = gradients(state.params, batch, beta, score=functools.partial(score, frozen=frozen))
     return _apply(state, grads, metrics | {"beta": beta}, optimizer)
 
   if mesh is None:
     return jax.jit(step, donate_argnums=0)
-  abstract = jax.eval_shape(
-    functools.partial(_fresh_state, optimizer=optimizer), transformer.abstract_params(cfg, jnp.float32)
-  )
+  base = transformer.abstract_params(cfg, jnp.float32)
+  trained = base if lora is None else lora_lib.abstract_adapters(cfg, settings=lora)
+  abstract = jax.eval_shape(functools.partial(_fresh_state, optimizer=optimizer), trained)
   params_out = sharding.param_shardings(abstract.params, mesh)
   state_out = sharding.state_shardings(abstract, abstract.params, params_out, mesh)
   replicated = NamedSharding(mesh, PartitionSpec())
+  frozen_in = () if lora is None else (sharding.param_shardings(base, mesh),)
   return jax.jit(
     step,
     donate_argnums=0,
-    in_shardings=(state_out, sharding.batch_sharding(mesh), replicated),
+    in_shardings=(state_out, sharding.batch_sharding(mesh), replicated, *frozen_in),
     out_shardings=(state_out, replicated),
   )
 

@@ -18,7 +18,9 @@ import numpy as np
 from tba_jax import learner, sharding
 from tba_jax.checkpoints.gguf import read_gguf
 from tba_jax.checkpoints.stored import read_json
+from tba_jax.models import lora as lora_lib
 from tba_jax.models import transformer
+from tba_jax.models.lora import LoraSettings
 from tba_jax.models.variants import ModelConfig, from_huggingface
 
 
@@ -74,21 +76,31 @@ def read_model_config(path: str) -> ModelConfig:
 def placements(
   cfg: ModelConfig, devices: Sequence[jax.Device], *, trainer: int, searchers: int, per_searcher: int, share: bool,
   optimizer: str, param_dtype: Any, compute_dtype: Any, sample_dtype: Any, slots: int, max_prompt_tokens: int,
-  max_new_tokens: int, buffer_capacity: int,
+  max_new_tokens: int, buffer_capacity: int, lora: LoraSettings | None = None,
 ) -> list[Placement]:
-  """What each part of a run keeps, device counts as `config.resolve_devices` gives them."""
+  """What each part of a run keeps, device counts as `config.resolve_devices` gives them.
+
+  With `lora` the trainer keeps a base in `compute_dtype` and trains adapters. A searcher keeps the same whether
+  adapters are trained or everything: the weights (merged ones), and the reference (the base that they are merged with).
+  Raises: ValueError if the pattern of `lora` matches no layer.
+  """
   trainer_devices, searcher_devices = sharding.split_devices(
     devices, trainer=trainer, searchers=searchers, per_searcher=per_searcher, share=share)
   mesh = sharding.make_mesh(trainer_devices)
-  params = transformer.abstract_params(cfg, jnp.dtype(param_dtype))
+  base = transformer.abstract_params(cfg, jnp.dtype(compute_dtype))
+  whole = transformer.abstract_params(cfg, jnp.dtype(param_dtype))
+  params = whole if lora is None else lora_lib.abstract_adapters(cfg, settings=lora)
   layout = sharding.param_shardings(params, mesh)
   # Of the optimizer only the shapes matter here, and those do not depend on rates.
   transform = learner.make_optimizer(optimizer, schedule=learner.make_schedule("constant", learning_rate=1.0),
                                      clip_norm=1.0)
   moments = jax.eval_shape(transform.init, params)
   moments_layout = sharding.state_shardings(moments, params, layout, mesh)
-  found = [
-    _place("trainer", trainer_devices, "parameters", params, layout),
+  frozen = [] if lora is None else [
+    _place("trainer", trainer_devices, "frozen base", base, sharding.param_shardings(base, mesh))
+  ]
+  found = frozen + [
+    _place("trainer", trainer_devices, "parameters" if lora is None else "adapters", params, layout),
     _place("trainer", trainer_devices, "optimizer state", moments, moments_layout),
     _place("trainer", trainer_devices, "gradients", params, layout),
   ]

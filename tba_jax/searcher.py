@@ -105,7 +105,8 @@ class Searcher:
 
   def reference_weights(self) -> Weights:
     """The reference in the layout that the engine takes. It is version 0, as long as no reference was reset."""
-    return Weights(self._ref_version, jax.jit(transformer.unstack)(self._reference))
+    params = jax.jit(transformer.unstack)(self._reference)
+    return Weights(self._ref_version, params, params)
 
   def give(self, weights: Weights) -> None:
     """Hands over newer weights; the engine decides when they take effect."""

@@ -61,6 +61,16 @@ PARAM_AXES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
   (r"final_norm/(scale|bias)", (None,)),
   (r"lm_head/kernel", ("embed", "vocab")),
   (r"lm_head/bias", ("vocab",)),
+  # Adapters: like the kernels they belong to, the rank on every device.
+  (r"layers/(attn/[qkv]|mlp/(gate|up))/lora_a", ("layers", "embed", None)),
+  (r"layers/attn/q/lora_b", ("layers", None, "heads", "head_dim")),
+  (r"layers/attn/[kv]/lora_b", ("layers", None, "kv_heads", "head_dim")),
+  (r"layers/mlp/(gate|up)/lora_b", ("layers", None, "mlp")),
+  (r"layers/attn/o/lora_a", ("layers", "heads", "head_dim", None)),
+  (r"layers/mlp/down/lora_a", ("layers", "mlp", None)),
+  (r"layers/(attn/o|mlp/down)/lora_b", ("layers", None, "embed")),
+  (r"lm_head/lora_a", ("embed", None)),
+  (r"lm_head/lora_b", (None, "vocab")),
 )
 
 

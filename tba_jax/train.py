@@ -28,11 +28,14 @@ from ml_collections import ConfigDict
 from tba_jax import config as config_lib
 from tba_jax import learner, metrics, plan, sharding, supervised
 from tba_jax.checkpoints.huggingface import load_model
+from tba_jax.checkpoints.model_folder import read_model_folder, save_model_folder
 from tba_jax.checkpoints.run_state import RunState
 from tba_jax.losses.registry import make_loss
 from tba_jax.meters import Timeline, WaitMeter
+from tba_jax.models import lora as lora_lib
 from tba_jax.models import transformer
-from tba_jax.models.variants import ModelConfig, from_huggingface, to_huggingface
+from tba_jax.models.lora import LoraSettings
+from tba_jax.models.variants import ModelConfig
 from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.replay.flow import PromptLedger
 from tba_jax.runtime.exchange import Exchange
@@ -45,7 +48,7 @@ from tba_jax.searcher import SampleSettings, Searcher, cast
 from tba_jax.tasks.arithmetic import ArithmeticTask
 from tba_jax.tasks.base import Task
 from tba_jax.tasks.gsm8k import Gsm8kTask
-from tba_jax.tokenizer import Tokenizer, load_tokenizer
+from tba_jax.tokenizer import Tokenizer
 from tba_jax.types import TrainState
 from tba_jax.weights import WeightStore
 
@@ -101,7 +104,7 @@ def _run(config: ConfigDict, folder: pathlib.Path, stop: StopFlag, stack: contex
 
   # --- Trainer, buffer, books ---
   trainer = _build_trainer(config, cfg, params, mesh, folder)
-  del params  # the trainer's state owns them, its steps donate them
+  del params  # the trainer's: its steps donate them, or a frozen base is read by them
   exchange = _build_exchange(config, len(task.train_prompts()))
   snapshot = run_state.restore(_like(trainer.state), weights.abstract(trainer.state.params, searcher=0))
   steps_done = -1 if snapshot is None else snapshot.step
@@ -171,32 +174,40 @@ def _build_model_and_task(
     config: ConfigDict, folder: pathlib.Path, mesh: Mesh, run_state: RunState, stop: StopFlag
 ) -> tuple[ModelConfig, Task, Any] | None:
   """The model, the task, and parameters of version 0 on the trainer's mesh. None if fine-tuning was stopped."""
-  model_folder = folder / "model"
+  model_folder, lora, dtype = folder / "model", _lora(config), _param_dtype(config)
   if run_state.has_initial():
     cfg, tokenizer = read_model_folder(model_folder)
     task = make_task(config, tokenizer)
-    abstract = transformer.abstract_params(cfg, jnp.float32)
+    abstract = transformer.abstract_params(cfg, dtype)
     params = run_state.load_initial(jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, sharding.param_shardings(abstract, mesh)))
     return cfg, task, params
+  # Fine-tuning trains every parameter, whatever is frozen afterwards.
+  first_dtype = jnp.float32 if config.sft.steps else dtype
   if config.model.path:
     _say(f"loading {config.model.path}")
     put = lambda path, array: jax.device_put(
         array, NamedSharding(mesh, sharding.param_spec("/".join(path), array.shape, mesh)))
     with _as_config_error("model.path"):
-      cfg, params, tokenizer = load_model(config.model.path, dtype=jnp.float32, put=put)
+      cfg, params, tokenizer = load_model(config.model.path, dtype=first_dtype, put=put)
     task = make_task(config, tokenizer)
   else:
     task = make_task(config, None)
     tokenizer = task.tokenizer
     cfg = plan.new_model_config(**config.model.architecture, vocab_size=tokenizer.vocab_size)
-    layout = sharding.param_shardings(transformer.abstract_params(cfg, jnp.float32), mesh)
-    params = jax.jit(functools.partial(transformer.init_params, cfg), out_shardings=layout)(jax.random.key(config.seed))
-  save_model_folder(model_folder, cfg, tokenizer)
+    layout = sharding.param_shardings(transformer.abstract_params(cfg, first_dtype), mesh)
+    create = functools.partial(transformer.init_params, cfg, dtype=first_dtype)
+    params = jax.jit(create, out_shardings=layout)(jax.random.key(config.seed))
+  if lora is not None:
+    with _as_config_error("lora.pattern"):
+      lora_lib.adapted_layers(cfg, lora.pattern)
+  save_model_folder(model_folder, cfg, tokenizer, lora)
   if config.sft.steps:
     params = _fine_tune(config, cfg, task, params, mesh, folder, stop)
     if params is None:
       return None
+    if lora is not None:
+      params = cast(params, dtype=dtype)
   run_state.save_initial(params)
   return cfg, task, params
 
@@ -219,18 +230,14 @@ def make_task(config: ConfigDict, tokenizer: Tokenizer | None) -> Task:
     return task
 
 
-def save_model_folder(folder: pathlib.Path, cfg: ModelConfig, tokenizer: Tokenizer) -> None:
-  """Writes config.json and the tokenizer, so that checkpoints beside them can be read without the model they came from."""
-  folder.mkdir(parents=True, exist_ok=True)
-  tokenizer.save(folder)
-  metrics.write_atomic(folder / "config.json", json.dumps(to_huggingface(cfg), indent=2, sort_keys=True) + "\n")
+def _lora(config: ConfigDict) -> LoraSettings | None:
+  """None where all parameters are trained."""
+  return LoraSettings(**config.lora) if config.lora.pattern else None
 
 
-def read_model_folder(folder: pathlib.Path) -> tuple[ModelConfig, Tokenizer]:
-  """What `save_model_folder` wrote."""
-  cfg, tokenizer = from_huggingface(json.loads((folder / "config.json").read_text())), load_tokenizer(folder)
-  vocab_size = min(cfg.num_embeddings, tokenizer.vocab_size)
-  return dataclasses.replace(cfg, vocab_size=vocab_size), dataclasses.replace(tokenizer, vocab_size=vocab_size)
+def _param_dtype(config: ConfigDict) -> Any:
+  """Of the parameters of version 0: the dtype that they are trained in, or that a frozen base is computed with."""
+  return jnp.dtype(config.train.compute_dtype if config.lora.pattern else config.train.param_dtype)
 
 
 def _fine_tune(
@@ -287,15 +294,16 @@ def _build_searchers(
     folder: pathlib.Path
 ) -> tuple[WeightStore, list[Searcher], Timeline]:
   """Weight store, searchers with engines and the reference (version 0) on their devices, and the timeline they write to."""
-  sample, train = config.sample, config.train
+  sample, train, lora = config.sample, config.train, _lora(config)
   dtype, timeline = jnp.dtype(sample.dtype), Timeline(folder)
   places = [_place(cfg, devices) for devices in device_lists]
-  convert = jax.jit(lambda tree: transformer.unstack(jax.tree.map(lambda x: x.astype(dtype), tree)))
-  weights = WeightStore(convert, [place.weights for place in places])
+  # A frozen base is never donated: in the right dtype, on the right device, it is the reference.
+  reference = params if lora is not None and dtype == _param_dtype(config) else cast(params, dtype=dtype)
+  references = [jax.device_put(reference, place.reference, may_alias=lora is not None) for place in places]
+  weights = _weight_store(cfg, lora, places, references, dtype)
   settings = SampleSettings(
       seed=config.seed, num_samples=sample.responses_per_prompt, temperature=sample.temperature,
       max_new_tokens=sample.max_new_tokens, truncated=sample.truncated, length_buckets=tuple(train.length_buckets))
-  reference = cast(params, dtype=dtype)
   searchers = []
   for index, place in enumerate(places):
     engine = Engine(
@@ -307,9 +315,27 @@ def _build_searchers(
         mesh=place.mesh)
     searchers.append(Searcher(
         index=index, engine=engine, slots=sample.slots, score=score,
-        reference=jax.device_put(reference, place.reference, may_alias=False), ref_version=0, prompts=task.train_prompts(), reward=task.reward, response_text=task.response_text, settings=settings,
+        reference=references[index], ref_version=0, prompts=task.train_prompts(), reward=task.reward,
+        response_text=task.response_text, settings=settings,
         span=functools.partial(timeline.span, f"searcher{index}")))
   return weights, searchers, timeline
+
+
+def _weight_store(
+    cfg: ModelConfig, lora: LoraSettings | None, places: Sequence[Place], references: Sequence[Any], dtype: Any
+) -> WeightStore:
+  """Moves all parameters in the decode layout; or adapters alone, which each searcher merges with its reference."""
+  if lora is None:
+    convert = jax.jit(lambda tree: transformer.unstack(jax.tree.map(lambda x: x.astype(dtype), tree)))
+    return WeightStore(convert, [place.weights for place in places])
+  abstract = lora_lib.abstract_adapters(cfg, settings=lora)
+  merge = functools.partial(lora_lib.merge_unstacked, scale=lora.scale)
+  placements, expand = [], []
+  for place, reference in zip(places, references, strict=True):
+    on_mesh = place.mesh is not None
+    placements.append(sharding.param_shardings(abstract, place.mesh) if on_mesh else place.weights)
+    expand.append(functools.partial(jax.jit(merge, out_shardings=place.weights if on_mesh else None), reference))
+  return WeightStore(jax.jit(lambda tree: jax.tree.map(jnp.copy, tree)), placements, expand=expand)
 
 
 def _compile(the_run: Run) -> None:
@@ -334,7 +360,7 @@ def _compile(the_run: Run) -> None:
 
 
 def _build_trainer(config: ConfigDict, cfg: ModelConfig, params: Any, mesh: Mesh, folder: pathlib.Path) -> Trainer:
-  train = config.train
+  train, lora = config.train, _lora(config)
   schedule = learner.make_schedule(
       train.schedule, learning_rate=train.learning_rate, warmup_steps=train.warmup_steps, stable_steps=train.stable_steps,
       decay_steps=train.decay_steps)
@@ -346,15 +372,19 @@ def _build_trainer(config: ConfigDict, cfg: ModelConfig, params: Any, mesh: Mesh
       cfg, make_loss(config.loss.name), optimizer, temperature=config.sample.temperature,
       compute_dtype=jnp.dtype(train.compute_dtype), remat=train.remat, micro_batches=train.micro_batches,
       chunk_tokens=train.head_chunk_tokens,
-      whole_groups_per_micro_batch=rows // train.micro_batches % train.responses_per_prompt == 0, mesh=mesh)
+      whole_groups_per_micro_batch=rows // train.micro_batches % train.responses_per_prompt == 0, lora=lora, mesh=mesh)
   beta_at_update = functools.partial(
       learner.beta_at, beta_init=config.loss.beta_init, beta_final=config.loss.beta_final,
       beta_decay_steps=config.loss.beta_decay_steps)
+  frozen = ()
+  if lora is not None:
+    key = jax.random.fold_in(jax.random.key(config.seed), 1)  # the key itself made a new model's parameters
+    params, frozen = lora_lib.init_adapters(cfg, key, settings=lora), (params,)
   state: TrainState = learner.init_train_state(params, optimizer, mesh=mesh)
   return Trainer(
       state=state, step=step, beta_at_update=beta_at_update, placement=sharding.batch_sharding(mesh),
       row_multiple=train.micro_batches * sharding.num_batch_shards(mesh), length_buckets=train.length_buckets,
-      max_nonfinite_in_row=train.max_nonfinite_in_row, dump_folder=folder)
+      max_nonfinite_in_row=train.max_nonfinite_in_row, dump_folder=folder, frozen=frozen)
 
 
 def _build_exchange(config: ConfigDict, num_prompts: int) -> Exchange:

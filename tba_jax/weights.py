@@ -1,5 +1,7 @@
 """Versioned weights on their way from the trainer to the searchers: converted once, moved device to device, swapped whole.
 
+What is moved need not be what is sampled with: adapters are moved alone, and merged on each searcher's own devices.
+
 `publish` is dispatched before the next optimizer step, which donates the trainer's buffers, and always makes buffers of its own. A
 searcher sees all of version v or all of version w, never a mixture, and a version is visible only after its transfer has succeeded:
 a failed transfer raises in the trainer and leaves the searchers on the weights, and the label, that they have.
@@ -17,10 +19,14 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-  """Parameters in a searcher's layout and on its devices, with the number of optimizer updates they have seen."""
+  """Parameters in a searcher's layout and on its devices, with the number of optimizer updates they have seen.
+
+  `moved` is what came from the trainer: the parameters themselves, or what they were made of.
+  """
 
   version: int
   params: Any
+  moved: Any
 
 
 class WeightStore:
@@ -29,11 +35,19 @@ class WeightStore:
   Args:
     convert: params of the trainer -> params in the searcher's layout and dtype, jitted, on the trainer's devices.
     placements: for each searcher, what `jax.device_put` takes as the place of the converted tree (a device, a sharding or a tree).
+    expand: for each searcher, moved tree -> parameters that it samples with, on its devices. Default: the moved tree.
   """
 
-  def __init__(self, convert: Callable[[Any], Any], placements: Sequence[Any]):
+  def __init__(
+      self,
+      convert: Callable[[Any], Any],
+      placements: Sequence[Any],
+      *,
+      expand: Sequence[Callable[[Any], Any]] | None = None,
+  ):
     self._convert = convert
     self._placements = list(placements)
+    self._expand = list(expand) if expand is not None else [lambda moved: moved] * len(self._placements)
     self._lock = threading.Lock()
     self._latest: list[Weights | None] = [None] * len(self._placements)
     self._mover = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="weights")
@@ -52,16 +66,16 @@ class WeightStore:
 
   def pin(self, params: Any, version: int, *, searcher: int) -> Weights:
     """A private copy on one searcher, as for an evaluation at a fixed version; what is published stays as it is."""
-    converted = self._convert(params)
-    return Weights(version, jax.device_put(converted, self._placements[searcher], may_alias=False))
+    moved = jax.device_put(self._convert(params), self._placements[searcher], may_alias=False)
+    return Weights(version, self._expand[searcher](moved), moved)
 
-  def adopt(self, params: Any, version: int) -> None:
-    """Puts restored weights in place, in a searcher's layout: a copy for each searcher."""
-    with self._lock:
-      self._latest = [Weights(version, jax.device_put(params, place, may_alias=False)) for place in self._placements]
+  def adopt(self, moved: Any, version: int) -> None:
+    """Puts restored weights in place, as they were moved (`Weights.moved`): a copy for each searcher."""
+    copies = [jax.device_put(moved, place, may_alias=False) for place in self._placements]
+    self._finish(copies, version)
 
   def abstract(self, params: Any, *, searcher: int) -> Any:
-    """Shapes, dtypes and shardings of one searcher's weights, as a checkpoint is restored to."""
+    """Shapes, dtypes and shardings of what is moved to one searcher, as a checkpoint is restored to."""
     place = self._placements[searcher]
     sharding = jax.sharding.SingleDeviceSharding(place) if isinstance(place, jax.Device) else place
     converted = jax.eval_shape(self._convert, params)
@@ -94,5 +108,7 @@ class WeightStore:
 
   def _finish(self, moved: list[Any], version: int) -> None:
     jax.block_until_ready(moved)
+    expanded = [expand(tree) for expand, tree in zip(self._expand, moved, strict=True)]
+    jax.block_until_ready(expanded)
     with self._lock:
-      self._latest = [Weights(version, params) for params in moved]
+      self._latest = [Weights(version, params, tree) for params, tree in zip(expanded, moved, strict=True)]

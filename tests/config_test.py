@@ -98,6 +98,29 @@ def test_beta_zero_is_for_losses_that_do_not_divide_by_it():
   assert len(_problems(_quickstart(**zero))) == 2
 
 
+@pytest.mark.parametrize("pattern, rank, alpha, lines", [
+  ("", 8, 0.0, ["lora.rank=8 means nothing while lora.pattern='' trains everything; set it to 0, or set lora.pattern"]),
+  ("", 0, 8.0,
+   ["lora.alpha=8.0 means nothing while lora.pattern='' trains everything; set it to 0, or set lora.pattern"]),
+  (".*", 0, 8.0, ["lora.rank=0 must be at least 1 with lora.pattern='.*'; set it, for example to 16"]),
+  (".*", 8, 0.0, ["lora.alpha=0.0 must be above 0 with lora.pattern='.*'; set it, for example to lora.rank"]),
+  ("attn/(q", 8, 8.0,
+   ["lora.pattern='attn/(q' is not a regular expression (missing ), unterminated subpattern at position 5); correct it"]),
+  ("attn/q", 8, 8.0,
+   ["lora.pattern='attn/q' must match the whole path of a linear layer, one of layers/attn/q, layers/attn/k, "
+    "layers/attn/v, layers/attn/o, layers/mlp/gate, layers/mlp/up, layers/mlp/down, lm_head; correct it, for example "
+    "to layers/attn/[qv]"]),
+  ("layers/.*", -1, 8.0, ["lora.rank=-1 must be an integer of at least 0"]),
+])
+def test_adapters_must_be_wholly_on_or_off(pattern, rank, alpha, lines):
+  assert list(_problems(_quickstart(**{"lora.pattern": pattern, "lora.rank": rank, "lora.alpha": alpha}))) == lines
+
+
+def test_adapters_of_the_attention():
+  config = _quickstart(**{"lora.pattern": "layers/attn/[qv]", "lora.rank": 8, "lora.alpha": 16})
+  config_lib.validate(config, num_devices=3, platform="cpu")
+
+
 # --- Single keys ---
 
 

@@ -15,9 +15,9 @@ import tiny
 import tiny_tokenizers
 from tba_jax import export
 from tba_jax.checkpoints.huggingface import load_model
+from tba_jax.checkpoints.model_folder import save_model_folder
 from tba_jax.checkpoints.run_state import RunState, Snapshot
 from tba_jax.sharding import make_mesh, param_shardings
-from tba_jax.train import save_model_folder
 from tba_jax.types import TrainState
 
 CONFIG = dataclasses.replace(tiny.tiny_config(vocab_size=336), vocab_size=320)

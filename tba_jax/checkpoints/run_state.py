@@ -1,7 +1,8 @@
 """One atomic checkpoint of a run, by orbax: what the optimizer, the searchers, the buffer and the counters need to go on as if unbroken.
 
-Under `<workdir>/checkpoints/<step>/`: `train` (TrainState), `published` (the weights that searchers held, when they were not the trainer's
-newest), `buffer` (live rows of the replay buffer) and `meta` (ledger, random generators, counters; JSON). Beside the steps,
+Under `<workdir>/checkpoints/<step>/`: `train` (TrainState; with LoRA its parameters are the adapters), `published` (what
+was moved to searchers, when they did not hold the trainer's newest), `buffer` (live rows of the replay buffer) and `meta`
+(ledger, random generators, counters; JSON). Beside the steps,
 `<workdir>/initial/` holds the parameters of version 0, which are the reference policy, and `<workdir>/model/` the model's
 config.json and tokenizer, so that a workdir can be resumed and exported without the folder that the model came from.
 """
@@ -137,8 +138,13 @@ class RunState:
 
   def load_initial(self, params: Any) -> Any:
     """Reads what `save_initial` wrote, placed as the ShapeDtypeStruct tree `params` says."""
-    with ocp.StandardCheckpointer() as loader:
-      return loader.restore(self.workdir / "initial", params)
+    return load_initial(self.workdir, params)
+
+
+def load_initial(workdir: str | os.PathLike, params: Any) -> Any:
+  """Parameters of version 0 (the reference; with adapters the base too), placed as the ShapeDtypeStruct tree says."""
+  with ocp.StandardCheckpointer() as loader:
+    return loader.restore(pathlib.Path(workdir).resolve() / "initial", params)
 
 
 def load_params(workdir: str | os.PathLike, abstract_params: Any, *, step: int | None = None) -> tuple[int, Any]:

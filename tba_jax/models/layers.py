@@ -47,7 +47,10 @@ class Norm(nnx.Module):
 
 
 class Linear(nnx.Module):
-  """y = x kernel + bias over the last axes: kernel is [*in, *out], and the parameters are cast to x's dtype."""
+  """y = x kernel + bias over the last axes: kernel is [*in, *out], and the parameters are cast to x's dtype.
+
+  An adapted one adds (x lora_a) lora_b, [*in, rank] and [rank, *out]; see `models.lora`.
+  """
 
   def __init__(
     self, key: jax.Array, num_in: tuple[int, ...], num_out: tuple[int, ...], *, bias: bool, gain: float = 1.0
@@ -58,10 +61,17 @@ class Linear(nnx.Module):
     self.kernel = nnx.Param(jax.random.normal(key, (*num_in, *num_out)) * (gain * fan_in**-0.5))
     if bias:
       self.bias = nnx.Param(jnp.zeros(num_out))
-    self.num_in, self.use_bias = len(num_in), bias
+    self.num_in, self.use_bias, self.adapted = len(num_in), bias, False
+
+  def adapt(self) -> None:
+    """Makes room for an adapter; its values come with the parameters."""
+    self.lora_a, self.lora_b, self.adapted = nnx.Param(jnp.zeros(())), nnx.Param(jnp.zeros(())), True
 
   def __call__(self, x: jax.Array) -> jax.Array:
     y = jnp.tensordot(x, self.kernel[...].astype(x.dtype), axes=self.num_in)
+    if self.adapted:
+      inner = jnp.tensordot(x, self.lora_a[...].astype(x.dtype), axes=self.num_in)
+      y = y + jnp.tensordot(inner, self.lora_b[...].astype(x.dtype), axes=1)
     return y + self.bias[...].astype(x.dtype) if self.use_bias else y
 
 

@@ -62,11 +62,28 @@ def abstract_params(cfg: ModelConfig, dtype: jax.typing.DTypeLike = jnp.float32)
 
 
 @functools.lru_cache(maxsize=64)
-def _graphdefs(cfg: ModelConfig) -> tuple[nnx.GraphDef, nnx.GraphDef]:
-  """The modules of a block and of the final norm without their parameters, to be merged with a slice of the tree."""
-  block = nnx.eval_shape(lambda: Block(cfg, nnx.Rngs(0)))
+def _graphdefs(cfg: ModelConfig, adapted: tuple[str, ...] = ()) -> tuple[nnx.GraphDef, nnx.GraphDef]:
+  """The modules of a block and of the final norm without their parameters, to be merged with a slice of the tree.
+
+  `adapted`: paths within a block of the linear layers that come with an adapter.
+  """
+
+  def make_block() -> Block:
+    block = Block(cfg, nnx.Rngs(0))
+    for name in adapted:
+      functools.reduce(getattr, name.split("/"), block).adapt()
+    return block
+
+  block = nnx.eval_shape(make_block)
   norm = nnx.eval_shape(lambda: Norm(cfg.hidden_size, kind=cfg.norm, eps=cfg.norm_eps))
   return nnx.graphdef(block), nnx.graphdef(norm)
+
+
+def _adapted(layers: Params) -> tuple[str, ...]:
+  """Paths within a block of the linear layers that have an adapter."""
+  leaves = jax.tree_util.tree_leaves_with_path(layers)
+  names = (jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves)
+  return tuple(sorted(name.removesuffix("/lora_a") for name in names if name.endswith("/lora_a")))
 
 
 def _embed(
@@ -106,8 +123,9 @@ def hidden_states(params: Params, cfg: ModelConfig, tokens: jax.Array, positions
   """Final-normed hidden states of whole sequences, for scoring and training.
 
   Args:
-    params: stacked layers. tokens, positions, segment_ids: int32 [B, T]. A token sees those of its own segment at
-      positions up to its own; segment 0 is padding, whose outputs are finite and mean nothing.
+    params: stacked layers, perhaps with adapters (see `models.lora`).
+    tokens, positions, segment_ids: int32 [B, T]. A token sees those of its own segment at positions up to its own;
+      segment 0 is padding, whose outputs are finite and mean nothing.
     dtype: of the computation; norms and softmax are float32 within it.
     remat: what the backward pass keeps of a layer: "none" (everything), "dots" (matrix products), "full" (its input
       only).
@@ -118,7 +136,7 @@ def hidden_states(params: Params, cfg: ModelConfig, tokens: jax.Array, positions
   """
   if remat not in REMAT_POLICIES:
     raise ValueError(f"remat={remat!r} is unknown; it must be one of {', '.join(REMAT_POLICIES)}.")
-  block_def, norm_def = _graphdefs(cfg)
+  block_def, norm_def = _graphdefs(cfg, _adapted(params["layers"]))
   constrain = constrain or (lambda x: x)
   ropes = _rope_tables(cfg, positions)
   full_mask = attention_lib.segment_mask(positions, segment_ids)
@@ -153,9 +171,11 @@ def masked_logits(params: Params, cfg: ModelConfig, hidden: jax.Array, masked: f
       "...D,VD->...V", hidden, params["embed"]["table"].astype(hidden.dtype), preferred_element_type=jnp.float32
     )
   else:
-    out = jnp.einsum(
-      "...D,DV->...V", hidden, params["lm_head"]["kernel"].astype(hidden.dtype), preferred_element_type=jnp.float32
-    )
+    head = jax.tree.map(lambda leaf: leaf.astype(hidden.dtype), params["lm_head"])
+    out = jnp.einsum("...D,DV->...V", hidden, head["kernel"], preferred_element_type=jnp.float32)
+    if "lora_a" in head:
+      inner = jnp.einsum("...D,DR->...R", hidden, head["lora_a"])
+      out = out + jnp.einsum("...R,RV->...V", inner, head["lora_b"], preferred_element_type=jnp.float32)
   if cfg.final_softcap is not None:
     out = cfg.final_softcap * jnp.tanh(out / cfg.final_softcap)
   if cfg.vocab_size < cfg.num_embeddings:

@@ -311,7 +311,7 @@ class Run:
           "published_version": self.published_version, "staleness": self.staleness.state_dict(), "waits": self.waits.state_dict(),
           "accuracy": None if math.isnan(self._accuracy) else self._accuracy,
       }
-      published = self.weights.latest(0).params if held_back else None
+      published = self.weights.latest(0).moved if held_back else None
       self.run_state.save(Snapshot(self.step, self.trainer.state, published, arrays, meta), wait=wait)
 
   def resume(self, snapshot: Snapshot) -> None:

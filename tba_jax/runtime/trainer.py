@@ -45,12 +45,13 @@ class Trainer:
 
   Args:
     state: initial TrainState, on the trainer's devices.
-    step: jitted (state, batch, beta) -> (state, metrics), donated.
+    step: jitted (state, batch, beta, *frozen) -> (state, metrics), the state donated.
     beta_at_update: KL temperature of update u, from 1.
     placement: of a Batch: shardings.
     row_multiple, length_buckets: see `collate`.
     max_nonfinite_in_row: after so many skipped updates in a row `finish` raises.
     dump_folder: where the batch of such an update is written.
+    frozen: further arguments of the step, which it only reads: the base of adapters.
   """
 
   def __init__(
@@ -64,8 +65,9 @@ class Trainer:
       length_buckets: Sequence[int],
       max_nonfinite_in_row: int,
       dump_folder: str | os.PathLike,
+      frozen: tuple[Any, ...] = (),
   ):
-    self.state = state
+    self.state, self._frozen = state, frozen
     self._step, self._beta_at_update, self._placement = step, beta_at_update, placement
     self._row_multiple, self._length_buckets = row_multiple, tuple(length_buckets)
     self._max_nonfinite_in_row, self._dump_folder = max_nonfinite_in_row, pathlib.Path(dump_folder)
@@ -95,7 +97,7 @@ class Trainer:
   def _program(self, batch: Batch) -> Any:
     shape = batch.tokens.shape
     if shape not in self._programs:
-      self._programs[shape] = self._step.lower(self.state, batch, np.float32(1.0)).compile()
+      self._programs[shape] = self._step.lower(self.state, batch, np.float32(1.0), *self._frozen).compile()
     return self._programs[shape]
 
   def prepare(self, draw: Draw) -> Prepared:
@@ -107,7 +109,7 @@ class Trainer:
     """Starts the step that trains a batch."""
     assert self._under_way is None
     beta = np.float32(self._beta_at_update(self.version + 1))
-    self.state, metrics = self._program(prepared.batch)(self.state, prepared.batch, beta)
+    self.state, metrics = self._program(prepared.batch)(self.state, prepared.batch, beta, *self._frozen)
     self._under_way = (prepared, metrics, time.monotonic())
 
   def finish(self) -> StepReport:
