@@ -125,8 +125,8 @@ def test_dry_run_prints_devices_and_bytes_and_writes_nothing(tmp_path):
     assert rows[content] == [4 * num_params] * 2
   moments, _ = rows["trainer: optimizer state"]
   assert 8 * num_params <= moments < 8 * num_params + 64  # two moments and some counts
-  assert rows["searcher 1: cache of 64 slots"] == [2 * 3 * 64 * 2 * 48 * 32 * 4] * 2
-  assert rows["host: replay buffer when full (20,000 responses)"] == [20_000 * 4 * (3 * 24 + 24)] * 2
+  assert rows["searcher 1: cache of 64 slots"] == [2 * 3 * 64 * 2 * (22 + 18) * 32 * 4] * 2
+  assert rows["host: replay buffer when full (20,000 responses)"] == [20_000 * 4 * (3 * 18 + 22)] * 2
   assert not (tmp_path / "run").exists()
 
 
