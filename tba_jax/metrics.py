@@ -252,6 +252,10 @@ class Progress:
         self._last_secs = now
         print(text, file=self._stream, flush=True)
 
+  def start_clock(self) -> None:
+    """Steps begin now: what came before, as compiling, is no part of the rate that the ETA goes by."""
+    self._began_secs = self._clock()
+
   def message(self, text: str) -> None:
     """Prints a line of its own, above the live one."""
     with self._lock:

@@ -128,13 +128,13 @@ def _run(config: ConfigDict, folder: pathlib.Path, stop: StopFlag, stack: contex
   code = _drive(the_run, folder)
   if code == DONE and not stop.is_set():
     results = the_run.results()
+    metrics.write_results(folder, results)
+    progress.close()
+    print(metrics.results_table(results), end="", flush=True)
     if not results["logprob_tokens_compared"]:
       _say("error: not one group could be compared with the trainer's log-probabilities: none was sampled by weights of one version "
            "that were still at hand; set sample.in_flight=False or sync.every_steps higher")
       return FAULT
-    metrics.write_results(folder, results)
-    progress.close()
-    print(metrics.results_table(results), end="", flush=True)
   return code
 
 
@@ -143,12 +143,12 @@ def _drive(the_run: Run, folder: pathlib.Path) -> int:
   driver = run_async if the_run.settings.mode == "async" else run_lockstep
   try:
     driver(the_run)
+    the_run.weights.join()
     code = DONE
   except Exception as error:  # the run's last word on any fault: what happened, a checkpoint, exit code 1
     the_run.progress.message("".join(traceback.format_exception(error)).rstrip())
     the_run.progress.message(f"error: {error}")
     code = FAULT
-  the_run.weights.join()
   if the_run.step > 0 or the_run.totals.last_eval_step >= 0:
     the_run.save(wait=True)
   if code == FAULT or the_run.stop.is_set():

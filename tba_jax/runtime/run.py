@@ -168,6 +168,7 @@ class Run:
   def begin_training(self) -> None:
     if self._train_began is None:
       self._train_began = time.monotonic()
+      self.progress.start_clock()
 
   def after_step(self, report: StepReport) -> None:
     """Books and logs a finished step."""
@@ -299,6 +300,7 @@ class Run:
   def save(self, *, wait: bool = False) -> None:
     """Writes a checkpoint of this moment; no step may be under way."""
     with self.timeline.span("trainer", "checkpoint"):
+      self.weights.join()  # what was published last is what the searchers will have been given
       arrays, exchange = self.exchange.state_dict()
       counts = self.searcher_counts()
       with self._lock:
