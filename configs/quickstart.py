@@ -41,7 +41,7 @@ def get_config(arg=None):
   config.train = dict(
     steps=120, prompts_per_step=8, responses_per_prompt=16,
     optimizer="adamw",
-    learning_rate=1e-4, schedule="linear", warmup_steps=5, stable_steps=0, decay_steps=115,
+    learning_rate=1e-4, schedule="constant", warmup_steps=5, stable_steps=0, decay_steps=0,
     clip_norm=1.0, weight_decay=0.0, b1=0.9, b2=0.999, eps=1e-8,
     micro_batches=8, remat="none", head_chunk_tokens=1024, length_buckets=(40,),
     param_dtype="float32", compute_dtype="float32",  # on CPU bfloat16 is never faster
@@ -66,7 +66,7 @@ def get_config(arg=None):
     config.task_args.num_train_prompts = 256
     config.model.architecture.update(hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16, mlp_size=64)
     config.sft.update(steps=20, batch_size=16, micro_batches=1, warmup_steps=2, num_examples=320)
-    config.train.update(steps=6, prompts_per_step=4, responses_per_prompt=4, micro_batches=1, warmup_steps=1, decay_steps=9)
+    config.train.update(steps=6, prompts_per_step=4, responses_per_prompt=4, micro_batches=1)
     config.sample.update(responses_per_prompt=4, slots=16)
     config.buffer.update(capacity=1_000, capacity_per_prompt=16, fill_responses=16)
     config.eval.update(every_steps=0, size=32)
