@@ -224,12 +224,14 @@ class Progress:
     self._last_secs = -math.inf
     self._lock = threading.Lock()
     self._live = None
-    if self._stream.isatty():
-      import rich.console
-      import rich.live
 
-      self._live = rich.live.Live(console=rich.console.Console(file=self._stream), refresh_per_second=4)
-      self._live.start()
+  def _show(self) -> None:
+    """Starts the live line. Not before the first step: it takes over the terminal, which stages draw on until then."""
+    import rich.console
+    import rich.live
+
+    self._live = rich.live.Live(console=rich.console.Console(file=self._stream), refresh_per_second=4)
+    self._live.start()
 
   def update(
     self, step: int, *, reward: float, accuracy: float, loss: float, staleness: float,
@@ -243,6 +245,8 @@ class Progress:
     )
     with self._lock:
       now = self._clock()
+      if self._live is None and self._stream.isatty():
+        self._show()
       if self._live is not None:
         import rich.text
 
