@@ -14,7 +14,7 @@ import numpy as np
 from tba_jax.checkpoints.run_state import RunState, Snapshot
 from tba_jax.evaluate import Evaluation, evaluate_greedy
 from tba_jax.meters import StalenessStats, Timeline, WaitMeter
-from tba_jax.metrics import MetricsWriter, Progress, RolloutLog
+from tba_jax.metrics import MetricsWriter, Progress, RolloutLog, format_secs
 from tba_jax.runtime.exchange import Exchange
 from tba_jax.runtime.trainer import StepReport, Trainer
 from tba_jax.searcher import LogprobGap, Searcher, SearcherCounts
@@ -86,6 +86,7 @@ class Totals:
 
 
 _COUNT_NAMES = {"truncated": "truncated_rollouts"}  # a loss reports the truncated rows of its batch under the shorter name
+_SAY_EVAL_SECS = 10.0
 _SEARCHER_COUNTS = tuple(field.name for field in dataclasses.fields(SearcherCounts))
 
 
@@ -256,10 +257,25 @@ class Run:
     with self.timeline.span(f"searcher{searcher.index}", "eval"):
       result = evaluate_greedy(
           searcher.engine, weights, self.eval_prompts, reward=self.task.reward, response_text=self.task.response_text,
-          max_new_tokens=self.settings.max_new_tokens, stopped=stopped)
+          max_new_tokens=self.settings.max_new_tokens, stopped=stopped, on_progress=self._eval_progress(step))
     searcher.forget_weights()  # the engine holds the evaluated ones now
     self.record_evaluation(result, step=step)
     return result
+
+  def _eval_progress(self, step: int) -> Callable[[int], None]:
+    """Says every few seconds how far a long evaluation is."""
+    began = said = time.monotonic()
+    of = len(self.eval_prompts)
+
+    def on_progress(done: int) -> None:
+      nonlocal said
+      now = time.monotonic()
+      if done < of and now - said >= _SAY_EVAL_SECS:
+        said = now
+        eta = format_secs((of - done) * (now - began) / done) if done else "?"
+        self.progress.message(f"step {step}: evaluating {done}/{of}  ETA {eta}")
+
+    return on_progress
 
   def record_evaluation(self, result: Evaluation, *, step: int) -> None:
     """Logs an evaluation at the step whose weights it is of."""

@@ -19,7 +19,7 @@ from tba_jax.tokenizer import Tokenizer
 from tba_jax.types import Prompt
 
 MAX_DROPPED_SHARE = 0.01
-INSTRUCTION = "Reason step by step. End with a line '#### N', where N is the answer as a number without units."
+INSTRUCTION = "Reason briefly, step by step. On the last line write #### followed by the answer as a number."
 
 _CALCULATOR = re.compile(r"<<[^<>]*>>")
 
