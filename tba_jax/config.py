@@ -429,18 +429,25 @@ def check_workdir(workdir: str, config: Mapping[str, Any]) -> None:
   """Refuses a folder that belongs to another config. A folder without config.json is free to use.
 
   Raises:
-    ConfigError: workdir is a file, its config.json cannot be read, or it differs in more than FREE_ON_RESUME.
+    ConfigError: workdir is a file, its config.json cannot be read or is missing beside checkpoints, or it differs in
+      more than FREE_ON_RESUME.
   """
   folder = pathlib.Path(workdir).expanduser()
   if folder.exists() and not folder.is_dir():
     raise ConfigError([f"workdir={workdir!r} is not a folder; give another --workdir"])
   path = folder / CONFIG_FILE
   if not path.exists():
+    left = [name for name in ("checkpoints", "initial", "fine_tuning") if (folder / name).exists()]
+    if left:
+      raise ConfigError([f"workdir={workdir!r} holds {left[0]}/ but no {CONFIG_FILE}, so nobody can tell whose they are; give another "
+                         "--workdir"])
     return
   try:
     old = json.loads(path.read_text(encoding="utf-8"))
   except ValueError as error:
     raise ConfigError([f"{path} is not valid JSON ({error}); give another --workdir"]) from None
+  if not isinstance(old, dict):
+    raise ConfigError([f"{path} is not a JSON object; give another --workdir"])
   found = differences(old, config)
   if found:
     raise ConfigError([f"workdir={workdir!r} belongs to another config; give another --workdir, or set these back:"]

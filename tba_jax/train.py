@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import functools
 import json
 import os
@@ -63,18 +64,45 @@ def run(config: ConfigDict, workdir: str, *, stop: StopFlag | None = None) -> in
   Raises: config.ConfigError for a mistake that only the model or the data can show.
   """
   logging.set_verbosity(logging.WARNING)  # orbax tells every detail of every save
-  folder = pathlib.Path(workdir)
+  folder = pathlib.Path(workdir).expanduser()
   finished = folder / metrics.RESULTS_FILE
   if finished.is_file():
-    print(metrics.results_table(json.loads(finished.read_text())), end="")
+    with _as_config_error(str(finished)):
+      print(metrics.results_table(json.loads(finished.read_text())), end="")
     print(f"{workdir} holds a finished run; give another --workdir for a new one")
     return DONE
-  folder.mkdir(parents=True, exist_ok=True)
-  metrics.write_atomic(folder / "config.json", config_lib.to_json(config))
   with contextlib.ExitStack() as stack:
+    stack.enter_context(_workdir_of_this_run(folder, config))
     if stop is None:
       stop = stack.enter_context(_stop_on_signals())
     return _run(config, folder, stop, stack)
+
+
+@contextlib.contextmanager
+def _workdir_of_this_run(folder: pathlib.Path, config: ConfigDict) -> Iterator[None]:
+  """Makes the folder, keeps other processes out of it, and writes config.json; bad input takes back what it had just made.
+
+  Raises: ConfigError if the folder cannot be made or another process is using it.
+  """
+  try:
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = open(folder / ".lock", "a")
+  except OSError as error:
+    raise config_lib.ConfigError([f"workdir={str(folder)!r} cannot be written ({error.strerror}); give another --workdir"]) from error
+  with lock:
+    try:
+      fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+      raise config_lib.ConfigError([f"workdir={str(folder)!r} is in use by another process; wait for it, or give another --workdir"]) from error
+    path = folder / config_lib.CONFIG_FILE
+    is_new = not path.exists()
+    metrics.write_atomic(path, config_lib.to_json(config))
+    try:
+      yield
+    except config_lib.ConfigError:
+      if is_new:
+        path.unlink()  # or the corrected command would be refused as another config
+      raise
 
 
 def _run(config: ConfigDict, folder: pathlib.Path, stop: StopFlag, stack: contextlib.ExitStack) -> int:
@@ -108,8 +136,9 @@ def _run(config: ConfigDict, folder: pathlib.Path, stop: StopFlag, stack: contex
   exchange = _build_exchange(config, len(task.train_prompts()))
   snapshot = run_state.restore(_like(trainer.state), weights.abstract(trainer.state.params, searcher=0))
   steps_done = -1 if snapshot is None else snapshot.step
-  writer = metrics.MetricsWriter(folder, resume_step=steps_done)
-  rollouts = metrics.RolloutLog(folder, resume_step=steps_done)
+  with _as_config_error(str(folder)):
+    writer = metrics.MetricsWriter(folder, resume_step=steps_done)
+    rollouts = metrics.RolloutLog(folder, resume_step=steps_done)
   progress = metrics.Progress(config.train.steps, start_step=max(0, steps_done))
   for closes in (writer, rollouts, progress):
     stack.callback(closes.close)
@@ -176,7 +205,8 @@ def _build_model_and_task(
   """The model, the task, and parameters of version 0 on the trainer's mesh. None if fine-tuning was stopped."""
   model_folder, lora, dtype = folder / "model", _lora(config), _param_dtype(config)
   if run_state.has_initial():
-    cfg, tokenizer = read_model_folder(model_folder)
+    with _as_config_error(str(model_folder)):
+      cfg, tokenizer = read_model_folder(model_folder)
     task = make_task(config, tokenizer)
     abstract = transformer.abstract_params(cfg, dtype)
     params = run_state.load_initial(jax.tree.map(
@@ -343,6 +373,8 @@ def _compile(the_run: Run) -> None:
   began, searchers = time.monotonic(), the_run.searchers
   bar = metrics.StageProgress("compiling", len(searchers) + 1)
   for done, searcher in enumerate(searchers):
+    if the_run.stop.is_set():
+      return
     bar.update(done, f"sampling programs of searcher {searcher.index}")
     searcher.give(the_run.weights.latest(searcher.index))
     searcher.engine.warmup()
@@ -429,9 +461,9 @@ def _stop_on_signals() -> Iterator[StopFlag]:
     del frame
     name = signal.Signals(number).name
     if stop.is_set() and number == signal.SIGINT:
-      raise KeyboardInterrupt
+      os._exit(130)  # an exception could be raised inside a callback of XLA, which drops it
     stop.set(name)
-    os.write(2, f"\n{name}: stopping after this step, with a checkpoint; Ctrl-C again ends at once, without\n".encode())
+    os.write(2, f"\n{name}: stopping after this step, with a checkpoint where there is a step; Ctrl-C again ends at once, without\n".encode())
 
   before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
   try:
@@ -446,7 +478,7 @@ def _as_config_error(key: str) -> Iterator[None]:
   """What a model or data set says of itself becomes an error of the config."""
   try:
     yield
-  except ValueError as error:
+  except (ValueError, KeyError, OSError) as error:
     raise config_lib.ConfigError([f"{key}: {error}"]) from error
 
 

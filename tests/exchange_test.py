@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 
@@ -10,7 +11,7 @@ import pytest
 
 from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.replay.flow import PromptLedger
-from tba_jax.runtime.exchange import Exchange
+from tba_jax.runtime.exchange import Exchange, NoUsableRollouts
 from tba_jax.types import RolloutGroup
 
 K = 3
@@ -141,7 +142,7 @@ def test_a_long_wait_says_what_it_waits_for(monkeypatch):
   threading.Timer(0.4, exchange.stop).start()
   assert exchange.wait_draw(version=0, alive=lambda: None) is None
   assert "the trainer has waited" in said[0]
-  assert "6 responses have arrived (first batch at 100), 6 are in the buffer, 0 groups are being sampled" in said[0]
+  assert "6 responses have arrived (first batch at 100), 6 are in the buffer (0 duplicates left out), 0 groups are being sampled" in said[0]
 
 
 def test_one_comparison_per_version():
@@ -149,6 +150,40 @@ def test_one_comparison_per_version():
   assert [exchange.claim_check(v) for v in (0, 0, 1, 0)] == [True, False, True, False]
   exchange.unclaim_check(1)
   assert exchange.claim_check(1)
+
+
+def test_a_skipped_update_does_not_close_admission():
+  exchange = _exchange(max_staleness=0)
+  _sample(exchange, 2)
+  assert exchange.try_draw(version=0) is not None
+  exchange.advance(0)  # the update was skipped: the next batch will be trained at version 0 again
+  assert exchange.try_draw(version=0) is None
+  assert exchange.try_start(version=0) is not None
+
+
+def test_rows_left_out_do_not_use_up_the_fill():
+  exchange = _exchange(max_staleness=0, fill_responses=2 * K)
+  exchange.bring(exchange.try_start(version=0), None)
+  first = exchange.try_start(version=0)
+  exchange.bring(first, dataclasses.replace(_group(first), **{name: getattr(_group(first), name)[:2] for name in (
+      "tokens", "lengths", "log_mu", "log_ref", "versions", "rewards", "truncated")}))
+  for _ in range(2):
+    assert exchange.try_draw(version=0) is None
+    _sample(exchange, 1)
+  assert exchange.try_draw(version=0) is not None
+
+
+@pytest.mark.parametrize("lead", [-1, 2])
+def test_a_run_that_can_never_draw_is_given_up_with_the_reason(lead):
+  exchange = _exchange(order="tba", max_lead_steps=lead)
+  with pytest.raises(NoUsableRollouts, match=r"no batch can be drawn: .* \(\d+ duplicates left out\).*sample.temperature"):
+    for _ in range(1000):
+      occurrence = exchange.try_start(version=0)
+      if occurrence is not None:
+        same = np.zeros((K, 2), np.int32)
+        exchange.bring(occurrence, dataclasses.replace(_group(occurrence), tokens=same))
+      assert exchange.try_draw(version=0) is None
+      exchange.check_usable(lead_stops=True)
 
 
 @pytest.mark.parametrize("order", ["tba", "fifo"])

@@ -99,7 +99,7 @@ def test_chat_format(tmp_path):
   task = make_task(write_rows(tmp_path), prompt_format="chat", tokenizer=byte_tokenizer(chat=True))
   text = task.tokenizer.decode(task.train_prompts()[0].tokens)
   assert text.startswith(f"user\n{ROWS[0]['question']}\n\n") and text.endswith("\nassistant\n")
-  assert "#### N" in text
+  assert "write #### followed by the answer" in text
   prompt, response = task.sft_examples()[0]
   assert prompt == task.train_prompts()[0].tokens.tolist()
   assert task.response_text(response) == "He has 3+4=7 pens.\n#### 7"

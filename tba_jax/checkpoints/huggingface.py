@@ -106,7 +106,7 @@ def _locate(path: str | pathlib.Path) -> pathlib.Path:
   name = str(path)
   if name.startswith(_PACKAGE):
     return _in_package(name.removeprefix(_PACKAGE))
-  found = pathlib.Path(path)
+  found = pathlib.Path(path).expanduser()
   if found.is_dir():
     return found
   if found.is_file():

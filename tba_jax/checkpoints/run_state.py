@@ -129,7 +129,7 @@ class RunState:
     self._manager.close()
 
   def has_initial(self) -> bool:
-    return (self.workdir / "initial").is_dir()
+    return (self.workdir / "initial" / "_CHECKPOINT_METADATA").is_file()
 
   def save_initial(self, params: Any) -> None:
     """Writes the parameters of version 0. Atomic: the folder appears only when whole."""

@@ -19,6 +19,11 @@ from tba_jax.types import Draw, Occurrence, RolloutGroup
 
 _LOOK_SECS = 0.1  # how often a wait looks at the stop flag by itself
 _SAY_SECS = 60.0
+_MANY_STEPS = 50  # steps' worth of prompts after which a run without a single batch is given up
+
+
+class NoUsableRollouts(RuntimeError):
+  """Prompts are sampled and sampled, and no batch can be made of the responses."""
 
 
 class Exchange:
@@ -48,12 +53,13 @@ class Exchange:
     self._groups_per_step, self._responses_per_prompt = groups_per_step, responses_per_prompt
     self._fill_responses, self._max_staleness, self._max_lead_steps = fill_responses, max_staleness, max_lead_steps
     self._say = say
-    self._changed = threading.Condition()
+    self._changed = threading.Condition()  # over an RLock: describe() is also called with it held
     self._stopped, self._admits = False, True
     self._trainer_version = 0
     self._next_version = 0  # at which the next batch to be drawn will be trained
     self._num_arrived = 0  # responses, over the whole run
     self._checked_version = -1
+    self._ended_at_draw = 0  # occurrences that had ended, with a group or without, when the last batch was drawn
 
   # --- Searchers ---
 
@@ -80,20 +86,24 @@ class Exchange:
       return self._may_start(version())
 
   def _may_start(self, version: int) -> bool:
-    if self._stopped or not self._admits:
+    if self._stopped or not self._admits or self._lead_is_reached():
       return False
-    ledger, buffer = self.ledger.stats(), self.buffer.stats()
-    running, unused = ledger["in_flight"], int(buffer["unused_groups"])
-    # The lead is what was sampled less what was drawn. Groups that no draw has touched would not do: TBA's draw leaves some for ever.
-    ahead = ledger["finished"] + running - buffer["groups_drawn"]
-    filled = self._num_arrived + running * self._responses_per_prompt >= self._fill_responses  # the lead must not stop the initial fill
-    if self._max_lead_steps >= 0 and filled and ahead >= self._max_lead_steps * self._groups_per_step:
-      return False
-    if self._max_staleness < 0:
+    running = self.ledger.stats()["in_flight"]
+    # Neither bound may stop the initial fill: rows that are left out count against the bounds and not towards the fill.
+    if self._max_staleness < 0 or self._num_arrived < self._fill_responses:
       return True
+    unused = int(self.buffer.stats()["unused_groups"])
     return may_start_group(
         trainer_version=self._next_version, searcher_version=version, unused_groups=unused, running_groups=running,
         groups_per_step=self._groups_per_step, max_staleness=self._max_staleness)
+
+  def _lead_is_reached(self) -> bool:
+    """The lead is what was sampled less what was drawn. Groups that no draw has touched would not do: TBA's draw leaves some for ever."""
+    ledger = self.ledger.stats()
+    running = ledger["in_flight"]
+    filled = self._num_arrived + running * self._responses_per_prompt >= self._fill_responses
+    ahead = ledger["finished"] + running - self.buffer.stats()["groups_drawn"]
+    return self._max_lead_steps >= 0 and filled and ahead >= self._max_lead_steps * self._groups_per_step
 
   def bring(self, occurrence: Occurrence, group: RolloutGroup | None) -> None:
     """Books an occurrence as finished and puts its group, if it has one, into the buffer; one atomic act."""
@@ -134,6 +144,7 @@ class Exchange:
       return self._try_draw(version)
 
   def _try_draw(self, version: int) -> Draw | None:
+    self._next_version = version  # also after a skipped update, which a batch drawn ahead had counted as applied
     if self._num_arrived < self._fill_responses:
       return None
     shape = dict(num_prompts=self._groups_per_step, responses_per_prompt=self._responses_per_prompt, version=version)
@@ -144,6 +155,7 @@ class Exchange:
     except NotEnoughData:
       return None
     self._next_version = version + 1
+    self._ended_at_draw = self._num_ended()
     self._changed.notify_all()
     return draw
 
@@ -163,17 +175,37 @@ class Exchange:
         draw = self._try_draw(version)
         if draw is not None:
           return draw
+        self.check_usable(lead_stops=True)
         self._changed.wait(_LOOK_SECS)
       if time.monotonic() - said > _SAY_SECS:
         said = time.monotonic()
         self._say(f"the trainer has waited {said - began:.0f} s for rollouts: {self.describe()}")
 
+  def check_usable(self, *, lead_stops: bool) -> None:
+    """Raises NoUsableRollouts if many prompts were sampled since the last batch and still none can be drawn; with `lead_stops`, also if
+    searchers may sample no more.
+    """
+    with self._changed:
+      ledger = self.ledger.stats()
+      many = self._num_ended() - self._ended_at_draw > _MANY_STEPS * self._groups_per_step + self._fill_responses
+      stuck = lead_stops and ledger["in_flight"] == 0 and ledger["finished"] > 0 and self._lead_is_reached()
+      if not many and not stuck:
+        return
+      raise NoUsableRollouts(
+          f"no batch can be drawn: {self.describe()}. A prompt needs 2 usable responses that differ (buffer.dedup); look at "
+          "sample.temperature, sample.truncated and the rewards.")
+
+  def _num_ended(self) -> int:
+    ledger = self.ledger.stats()
+    return ledger["finished"] + ledger["dropped"]
+
   def describe(self) -> str:
     """What is there and what is under way, in words."""
     with self._changed:
-      live, running = self.buffer.stats()["live_rows"], self.ledger.stats()["in_flight"]
-      return (f"{self._num_arrived} responses have arrived (first batch at {self._fill_responses}), {live} are in the buffer, "
-              f"{running} groups are being sampled, the trainer is at version {self._trainer_version}")
+      buffer, ledger = self.buffer.stats(), self.ledger.stats()
+      return (f"{self._num_arrived} responses have arrived (first batch at {self._fill_responses}), {buffer['live_rows']} are in the buffer "
+              f"({buffer['duplicates']} duplicates left out), {ledger['in_flight']} groups are being sampled, {ledger['dropped']} were dropped "
+              f"with fewer than 2 usable responses, the trainer is at version {self._trainer_version}")
 
   def advance(self, version: int) -> None:
     """The trainer has applied updates up to `version`. A batch drawn ahead may already have moved the next draw's version further."""
@@ -208,3 +240,4 @@ class Exchange:
       self.ledger.load_state_dict(state["ledger"])
       self._num_arrived, self._checked_version = state["num_arrived"], state["checked_version"]
       self._trainer_version = self._next_version = version
+      self._ended_at_draw = self._num_ended()
