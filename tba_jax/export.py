@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from absl import logging
 
 from tba_jax.checkpoints.huggingface import save_model
 from tba_jax.checkpoints.model_folder import read_lora, read_model_folder
@@ -58,12 +59,13 @@ def main(argv: Sequence[str] | None = None) -> None:
   parser.add_argument("--out", required=True, type=pathlib.Path, help="model folder to write")
   parser.add_argument("--step", type=int, help="which checkpoint; default: the newest")
   args = parser.parse_args(argv)
+  logging.set_verbosity(logging.ERROR)  # orbax warns of every option that reading only implies
   try:
     step = export(args.workdir, args.out, step=args.step)
   except ValueError as error:
     print(f"error: {error}", file=sys.stderr)
     sys.exit(2)
-  print(f"step {step} of {args.workdir}: {args.out}")
+  print(f"wrote step {step} of {args.workdir} to {args.out}/")
 
 
 if __name__ == "__main__":

@@ -230,7 +230,7 @@ class Progress:
     import rich.console
     import rich.live
 
-    self._live = rich.live.Live(console=rich.console.Console(file=self._stream), refresh_per_second=4)
+    self._live = rich.live.Live(console=rich.console.Console(file=self._stream), refresh_per_second=4, transient=True)
     self._live.start()
 
   def update(
@@ -239,9 +239,9 @@ class Progress:
   ) -> None:
     """Shows the state after `step` steps; `accuracy` is the last one evaluated (NaN: not yet)."""
     text = (
-      f"step {step}/{self._num_steps}  reward {_short(reward)}  accuracy {_short(accuracy)}  loss {_short(loss)}  "
-      f"staleness {_short(staleness)}  tok/s trained {_short(trained_tokens_per_second)} "
-      f"sampled {_short(generated_tokens_per_second)}  ETA {self._eta(step)}"
+      f"step {step}/{self._num_steps}  ETA {self._eta(step)}  batch reward {_short(reward)}  accuracy {_short(accuracy)}  "
+      f"loss {_short(loss)}  staleness {_short(staleness)}  tok/s trained {_short(trained_tokens_per_second)} "
+      f"sampled {_short(generated_tokens_per_second)}"
     )
     with self._lock:
       now = self._clock()
@@ -359,7 +359,7 @@ def results_table(results: Mapping[str, Any]) -> str:
     ("held-out accuracy after", number("accuracy_after", ".1%") + gain),
     ("wall-clock", f"{format_secs(results['wall_seconds'])} (of it training {format_secs(results['train_seconds'])})"),
     ("steps", number("steps", ",")),
-    ("rollouts per second", f"{number('rollouts_per_second', '.2f')} ({number('rollouts', ',')} rollouts)"),
+    ("rollouts per second", f"{number('rollouts_per_second', ',.1f')} ({number('rollouts', ',')} rollouts)"),
     ("trained tokens per second",
      f"{number('trained_tokens_per_second', ',.0f')} ({number('trained_tokens', ',')} tokens)"),
     ("staleness mean / p95 / max (updates)",

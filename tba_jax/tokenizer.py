@@ -12,11 +12,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import transformers
+# transformers says at import that PyTorch is missing, which nothing here needs.
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+import transformers  # noqa: E402
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 

@@ -113,8 +113,8 @@ def _run(config: ConfigDict, folder: pathlib.Path, stop: StopFlag, stack: contex
   trainer_devices, searcher_devices = sharding.split_devices(
       jax.devices(), trainer=counts.trainer, searchers=counts.searchers, per_searcher=counts.per_searcher, share=counts.share)
   mesh = sharding.make_mesh(trainer_devices)
-  _say(f"trainer on {len(trainer_devices)}, {len(searcher_devices)} searchers on {len(searcher_devices[0])} of "
-       f"{jax.device_count()} {jax.default_backend()} devices" + (" (shared)" if counts.share else ""))
+  _say(f"{jax.device_count()} {jax.default_backend()} devices: {len(trainer_devices)} for the trainer, {len(searcher_devices[0])} for each of "
+       f"{len(searcher_devices)} searchers" + (", shared" if counts.share else ""))
 
   # --- Model, task, version 0 ---
   run_state = RunState(folder, keep=config.checkpoint.keep)
@@ -463,7 +463,7 @@ def _stop_on_signals() -> Iterator[StopFlag]:
     if stop.is_set() and number == signal.SIGINT:
       os._exit(130)  # an exception could be raised inside a callback of XLA, which drops it
     stop.set(name)
-    os.write(2, f"\n{name}: stopping after this step, with a checkpoint where there is a step; Ctrl-C again ends at once, without\n".encode())
+    os.write(2, f"\n{name}: stopping after this step, with a checkpoint once a step is done; Ctrl-C again stops at once, without one\n".encode())
 
   before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
   try:

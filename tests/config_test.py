@@ -465,7 +465,7 @@ def test_differences_are_named_and_some_are_free():
   new.train.steps, new.checkpoint.every_steps, new.train.length_buckets = 500, 7, (40, 64)
   del old["loss"]["name"]
   assert config_lib.differences(old, new) == [
-    "checkpoint.every_steps: 50 -> 7", "loss.name: '(absent)' -> 'tb_vargrad'",
+    "checkpoint.every_steps: 40 -> 7", "loss.name: '(absent)' -> 'tb_vargrad'",
     "train.length_buckets: [40] -> [40, 64]", "train.steps: 120 -> 500",
   ]
 

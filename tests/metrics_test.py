@@ -203,10 +203,10 @@ def test_plain_lines_every_few_seconds_and_at_the_end():
   progress.message("checkpoint saved")
   progress.close()
   lines = stream.getvalue().splitlines()
-  assert lines[0] == ("step 11/21  reward 0.412  accuracy -  loss 0.00125  staleness 1.5  "
-                      "tok/s trained 1234 sampled 98.8  ETA 0:20")
+  assert lines[0] == ("step 11/21  ETA 0:20  batch reward 0.412  accuracy -  loss 0.00125  staleness 1.5  "
+                      "tok/s trained 1234 sampled 98.8")
   assert [line.split()[1] for line in lines[:-1]] == ["11/21", "14/21", "17/21", "20/21", "21/21"]
-  assert lines[-2].endswith("ETA 0:00") and lines[-1] == "checkpoint saved"
+  assert lines[-2].startswith("step 21/21  ETA 0:00") and lines[-1] == "checkpoint saved"
 
 
 def test_one_live_line_in_a_terminal():
