@@ -275,7 +275,7 @@ def test_table_shows_every_figure():
     "held-out accuracy after": "81.2% (+35.2 points)",
     "wall-clock": "4:11 (of it training 1:20)",
     "steps": "120",
-    "rollouts per second": "154.30 (12,345 rollouts)",
+    "rollouts per second": "154.3 (12,345 rollouts)",
     "trained tokens per second": "1,234 (98,765 tokens)",
     "staleness mean / p95 / max (updates)": "1.53 / 3 / 5",
     "trainer waited (s)": "2.3",
