@@ -173,6 +173,16 @@ def test_rows_left_out_do_not_use_up_the_fill():
   assert exchange.try_draw(version=0) is not None
 
 
+def test_groups_that_left_unused_do_not_hold_searchers_back_for_ever():
+  exchange = _exchange(max_lead_steps=1, max_staleness=0)
+  _sample(exchange, 2)
+  exchange.advance(1)  # whatever made it so: both groups are too old now
+  assert exchange.try_start(version=1) is None
+  assert exchange.try_draw(version=1) is None
+  _sample(exchange, 2, version=1)
+  assert exchange.try_draw(version=1) is not None
+
+
 @pytest.mark.parametrize("lead", [-1, 2])
 def test_a_run_that_can_never_draw_is_given_up_with_the_reason(lead):
   exchange = _exchange(order="tba", max_lead_steps=lead)
@@ -183,7 +193,7 @@ def test_a_run_that_can_never_draw_is_given_up_with_the_reason(lead):
         same = np.zeros((K, 2), np.int32)
         exchange.bring(occurrence, dataclasses.replace(_group(occurrence), tokens=same))
       assert exchange.try_draw(version=0) is None
-      exchange.check_usable(lead_stops=True)
+      exchange.check_usable()
 
 
 @pytest.mark.parametrize("order", ["tba", "fifo"])

@@ -59,6 +59,7 @@ class Exchange:
     self._next_version = 0  # at which the next batch to be drawn will be trained
     self._num_arrived = 0  # responses, over the whole run
     self._checked_version = -1
+    self._starving = False  # the last attempt to draw found no batch
     self._ended_at_draw = 0  # occurrences that had ended, with a group or without, when the last batch was drawn
 
   # --- Searchers ---
@@ -103,7 +104,9 @@ class Exchange:
     running = ledger["in_flight"]
     filled = self._num_arrived + running * self._responses_per_prompt >= self._fill_responses
     ahead = ledger["finished"] + running - self.buffer.stats()["groups_drawn"]
-    return self._max_lead_steps >= 0 and filled and ahead >= self._max_lead_steps * self._groups_per_step
+    # Groups that were evicted or are of no use stay in the lead, so it must not hold while the trainer finds no batch.
+    bound = self._max_lead_steps >= 0 and filled and not self._starving
+    return bound and ahead >= self._max_lead_steps * self._groups_per_step
 
   def bring(self, occurrence: Occurrence, group: RolloutGroup | None) -> None:
     """Books an occurrence as finished and puts its group, if it has one, into the buffer; one atomic act."""
@@ -144,6 +147,7 @@ class Exchange:
       return self._try_draw(version)
 
   def _try_draw(self, version: int) -> Draw | None:
+    self._starving = self._num_arrived >= self._fill_responses  # until a batch is found below
     self._next_version = version  # also after a skipped update, which a batch drawn ahead had counted as applied
     if self._num_arrived < self._fill_responses:
       return None
@@ -154,7 +158,7 @@ class Exchange:
       draw = self.buffer.draw(**shape)
     except NotEnoughData:
       return None
-    self._next_version = version + 1
+    self._next_version, self._starving = version + 1, False
     self._ended_at_draw = self._num_ended()
     self._changed.notify_all()
     return draw
@@ -175,21 +179,16 @@ class Exchange:
         draw = self._try_draw(version)
         if draw is not None:
           return draw
-        self.check_usable(lead_stops=True)
+        self.check_usable()
         self._changed.wait(_LOOK_SECS)
       if time.monotonic() - said > _SAY_SECS:
         said = time.monotonic()
         self._say(f"the trainer has waited {said - began:.0f} s for rollouts: {self.describe()}")
 
-  def check_usable(self, *, lead_stops: bool) -> None:
-    """Raises NoUsableRollouts if many prompts were sampled since the last batch and still none can be drawn; with `lead_stops`, also if
-    searchers may sample no more.
-    """
+  def check_usable(self) -> None:
+    """Raises NoUsableRollouts if many prompts were sampled since the last batch and still none can be drawn."""
     with self._changed:
-      ledger = self.ledger.stats()
-      many = self._num_ended() - self._ended_at_draw > _MANY_STEPS * self._groups_per_step + self._fill_responses
-      stuck = lead_stops and ledger["in_flight"] == 0 and ledger["finished"] > 0 and self._lead_is_reached()
-      if not many and not stuck:
+      if self._num_ended() - self._ended_at_draw <= _MANY_STEPS * self._groups_per_step + self._fill_responses:
         return
       raise NoUsableRollouts(
           f"no batch can be drawn: {self.describe()}. A prompt needs 2 usable responses that differ (buffer.dedup); look at "

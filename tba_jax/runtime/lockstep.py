@@ -70,7 +70,7 @@ def _sample_and_draw(run: Run) -> Draw | None:
       return draw
     if run.stop.is_set():
       return None
-    run.exchange.check_usable(lead_stops=False)
+    run.exchange.check_usable()
 
 
 def _sample_round(run: Run, num_groups: int) -> list[tuple[Occurrence, RolloutGroup | None]] | None:
