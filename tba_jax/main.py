@@ -186,10 +186,11 @@ def _dry_run(config: Any) -> str:
     except ValueError as error:
       raise config_lib.ConfigError([f"model.path={config.model.path!r}: {error}"]) from None
   else:
+    from tba_jax.models import variants
     from tba_jax.tasks.arithmetic import make_arithmetic_tokenizer
 
     vocab_size = make_arithmetic_tokenizer().vocab_size
-    cfg = plan.new_model_config(**config.model.architecture, vocab_size=vocab_size)
+    cfg = variants.new_model_config(**config.model.architecture, vocab_size=vocab_size)
   lora = LoraSettings(**config.lora) if config.lora.pattern else None
   if lora is not None:
     try:

@@ -34,19 +34,6 @@ class Placement(NamedTuple):
   total_bytes: int  # on all of them, copies counted
 
 
-def new_model_config(
-  *, hidden_size: int, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int, mlp_size: int,
-  max_positions: int, tie_embeddings: bool, rope_theta: float, norm_eps: float, vocab_size: int,
-) -> ModelConfig:
-  """A Llama-type decoder of these sizes."""
-  return from_huggingface({
-    "model_type": "llama", "vocab_size": vocab_size, "hidden_size": hidden_size, "num_hidden_layers": num_layers,
-    "num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads, "head_dim": head_dim,
-    "intermediate_size": mlp_size, "max_position_embeddings": max_positions, "tie_word_embeddings": tie_embeddings,
-    "rope_theta": rope_theta, "rms_norm_eps": norm_eps,
-  })
-
-
 def read_model_config(path: str) -> ModelConfig:
   """The config of a model without its weights. `path` as in `checkpoints.huggingface.load_model`.
 

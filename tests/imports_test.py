@@ -31,6 +31,8 @@ ORDER = (
     ("metrics",),
     ("meters",),
     ("runtime",),
+    ("workdir",),
+    ("build",),
     ("plan",),
     ("train",),
     ("main", "score", "export"),

@@ -12,7 +12,7 @@ import jax
 
 from tba_jax.checkpoints import run_state
 from tba_jax.models import transformer
-from tba_jax import metrics, train
+from tba_jax import build, metrics
 from tba_jax.runtime.run import StopFlag
 from tba_jax.tasks.arithmetic import ArithmeticTask
 import runs
@@ -33,7 +33,7 @@ def _easy_reward(monkeypatch):
 
 
 def _weights(workdir):
-  cfg, _ = train.read_model_folder(workdir / "model")
+  cfg, _ = build.read_model_folder(workdir / "model")
   step, params = run_state.load_params(workdir, transformer.abstract_params(cfg))
   return step, [np.asarray(leaf) for leaf in jax.tree.leaves(params)]
 
@@ -207,7 +207,7 @@ def test_a_nan_reward_removes_that_row_only(tmp_path, monkeypatch):
 
 
 def test_nonfinite_updates_are_skipped_counted_and_stop_the_run(tmp_path, monkeypatch, capsys):
-  monkeypatch.setattr(train, "make_loss", lambda name: lambda log_pi, batch, *, beta: (log_pi.sum() * np.nan, {}))
+  monkeypatch.setattr(build, "make_loss", lambda name: lambda log_pi, batch, *, beta: (log_pi.sum() * np.nan, {}))
   assert runs.run(runs.short_config(runtime__mode="lockstep", train__max_nonfinite_in_row=2), tmp_path / "run") == 1
   said = capsys.readouterr().err
   assert "the last 2 updates had a loss or gradient that is not finite (train.max_nonfinite_in_row=2)" in said

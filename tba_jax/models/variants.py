@@ -403,3 +403,16 @@ def to_huggingface(cfg: ModelConfig) -> dict[str, Any]:
 
 def _either(values: Iterable[Any]) -> str:
   return " or ".join(repr(value) for value in values)
+
+
+def new_model_config(
+  *, hidden_size: int, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int, mlp_size: int,
+  max_positions: int, tie_embeddings: bool, rope_theta: float, norm_eps: float, vocab_size: int,
+) -> ModelConfig:
+  """A Llama-type decoder of these sizes."""
+  return from_huggingface({
+    "model_type": "llama", "vocab_size": vocab_size, "hidden_size": hidden_size, "num_hidden_layers": num_layers,
+    "num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads, "head_dim": head_dim,
+    "intermediate_size": mlp_size, "max_position_embeddings": max_positions, "tie_word_embeddings": tie_embeddings,
+    "rope_theta": rope_theta, "rms_norm_eps": norm_eps,
+  })

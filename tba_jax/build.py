@@ -1,0 +1,270 @@
+"""The parts of a run out of its config: model and task, searchers, trainer, buffer. With train.py the only reader of the config."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from ml_collections import ConfigDict
+
+from tba_jax import learner, metrics, sharding, supervised
+from tba_jax.checkpoints.huggingface import load_model
+from tba_jax.checkpoints.model_folder import read_model_folder, save_model_folder
+from tba_jax.checkpoints.run_state import RunState
+from tba_jax.losses.registry import make_loss
+from tba_jax.meters import Timeline
+from tba_jax.models import lora as lora_lib
+from tba_jax.models import transformer
+from tba_jax.models.lora import LoraSettings
+from tba_jax.models.variants import ModelConfig, new_model_config
+from tba_jax.replay.buffer import ReplayBuffer
+from tba_jax.replay.flow import PromptLedger
+from tba_jax.runtime.exchange import Exchange
+from tba_jax.runtime.run import RunSettings, StopFlag
+from tba_jax.runtime.trainer import Trainer
+from tba_jax.sampling.engine import Engine
+from tba_jax.searcher import SampleSettings, Searcher, cast
+from tba_jax.tasks.arithmetic import ArithmeticTask
+from tba_jax.tasks.base import Task
+from tba_jax.tasks.gsm8k import Gsm8kTask
+from tba_jax.tokenizer import Tokenizer
+from tba_jax.types import TrainState
+from tba_jax.weights import WeightStore
+from tba_jax.workdir import as_config_error, say
+
+# --- Model and task ---
+
+
+def build_model_and_task(
+    config: ConfigDict, folder: pathlib.Path, mesh: Mesh, run_state: RunState, stop: StopFlag
+) -> tuple[ModelConfig, Task, Any] | None:
+  """The model, the task, and parameters of version 0 on the trainer's mesh. None if fine-tuning was stopped."""
+  model_folder, lora, dtype = folder / "model", _lora(config), _param_dtype(config)
+  if run_state.has_initial():
+    with as_config_error(str(model_folder)):
+      cfg, tokenizer = read_model_folder(model_folder)
+    task = make_task(config, tokenizer)
+    abstract = transformer.abstract_params(cfg, dtype)
+    params = run_state.load_initial(jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, sharding.param_shardings(abstract, mesh)))
+    return cfg, task, params
+  # Fine-tuning trains every parameter, whatever is frozen afterwards.
+  first_dtype = jnp.float32 if config.sft.steps else dtype
+  if config.model.path:
+    say(f"loading {config.model.path}")
+    put = lambda path, array: jax.device_put(
+        array, NamedSharding(mesh, sharding.param_spec("/".join(path), array.shape, mesh)))
+    with as_config_error("model.path"):
+      cfg, params, tokenizer = load_model(config.model.path, dtype=first_dtype, put=put)
+    task = make_task(config, tokenizer)
+  else:
+    task = make_task(config, None)
+    tokenizer = task.tokenizer
+    cfg = new_model_config(**config.model.architecture, vocab_size=tokenizer.vocab_size)
+    layout = sharding.param_shardings(transformer.abstract_params(cfg, first_dtype), mesh)
+    create = functools.partial(transformer.init_params, cfg, dtype=first_dtype)
+    params = jax.jit(create, out_shardings=layout)(jax.random.key(config.seed))
+  if lora is not None:
+    with as_config_error("lora.pattern"):
+      lora_lib.adapted_layers(cfg, lora.pattern)
+  save_model_folder(model_folder, cfg, tokenizer, lora)
+  if config.sft.steps:
+    params = _fine_tune(config, cfg, task, params, mesh, folder, stop)
+    if params is None:
+      return None
+    if lora is not None:
+      params = cast(params, dtype=dtype)
+  run_state.save_initial(params)
+  return cfg, task, params
+
+
+def make_task(config: ConfigDict, tokenizer: Tokenizer | None) -> Task:
+  """The task that the config names. Raises ConfigError for data that is missing or malformed, or prompts over the limit."""
+  limit = config.sample.max_prompt_tokens
+  with as_config_error("task"):
+    if config.task == "arithmetic":
+      task = ArithmeticTask(
+          seed=config.seed, num_eval_prompts=config.eval.size, num_sft_examples=config.sft.num_examples, **config.task_args)
+    else:
+      task = Gsm8kTask(tokenizer, max_prompt_tokens=limit, jsonl_folder=config.data.path, **config.task_args)
+    longest = max(len(prompt.tokens) for prompt in (*task.train_prompts(), *task.eval_prompts()))
+    if longest > limit:
+      raise ValueError(f"sample.max_prompt_tokens={limit} is less than the longest prompt of {config.task}; raise it to {longest}")
+    if len(task.train_prompts()) < config.train.prompts_per_step:
+      raise ValueError(f"train.prompts_per_step={config.train.prompts_per_step} is more than the {len(task.train_prompts())} prompts that "
+                       f"{config.task} has; lower it: a batch holds no prompt twice")
+    return task
+
+
+def _lora(config: ConfigDict) -> LoraSettings | None:
+  """None where all parameters are trained."""
+  return LoraSettings(**config.lora) if config.lora.pattern else None
+
+
+def _param_dtype(config: ConfigDict) -> Any:
+  """Of the parameters of version 0: the dtype that they are trained in, or that a frozen base is computed with."""
+  return jnp.dtype(config.train.compute_dtype if config.lora.pattern else config.train.param_dtype)
+
+
+def _fine_tune(
+    config: ConfigDict, cfg: ModelConfig, task: Task, params: Any, mesh: Mesh, folder: pathlib.Path, stop: StopFlag
+) -> Any | None:
+  """Supervised fine-tuning of fresh parameters; None if it was stopped."""
+  sft, train = config.sft, config.train
+  schedule = learner.make_schedule(
+      "cosine", learning_rate=sft.learning_rate, warmup_steps=sft.warmup_steps, decay_steps=sft.steps - sft.warmup_steps)
+  optimizer = learner.make_optimizer("adamw", schedule=schedule, clip_norm=1.0, b1=train.b1, b2=train.b2, eps=train.eps)
+  step = learner.make_train_step(
+      cfg, make_loss("sft"), optimizer, temperature=1.0, compute_dtype=jnp.dtype(train.compute_dtype), remat=train.remat,
+      micro_batches=sft.micro_batches, chunk_tokens=train.head_chunk_tokens, whole_groups_per_micro_batch=True, mesh=mesh)
+  state = learner.init_train_state(params, optimizer, mesh=mesh)
+  examples = task.sft_examples()[: sft.num_examples]
+  run_state = RunState(folder / "fine_tuning", keep=1)
+  bar = metrics.StageProgress("fine-tuning", sft.steps)
+  try:
+    state = supervised.fine_tune(
+        state, examples, step=step, placement=sharding.batch_sharding(mesh), steps=sft.steps, batch_size=sft.batch_size,
+        row_multiple=sft.micro_batches * sharding.num_batch_shards(mesh), length_buckets=train.length_buckets, seed=config.seed,
+        run_state=run_state, save_every_steps=config.checkpoint.every_steps, stopped=stop.is_set,
+        on_step=lambda done, loss: bar.update(done, f"loss {loss:.3f}"))
+  finally:
+    bar.close()
+    run_state.close()
+  return None if state is None else state.params
+
+
+# --- Searchers ---
+
+
+class Place(NamedTuple):
+  """Where a searcher lives."""
+
+  device_or_mesh: jax.Device | Mesh
+  weights: Any  # placement of parameters in the decode layout
+  reference: Any  # placement of stacked parameters
+  mesh: Mesh | None
+
+
+def _place(cfg: ModelConfig, devices: Sequence[jax.Device]) -> Place:
+  """One device, or tensor parallelism over several."""
+  if len(devices) == 1:
+    return Place(devices[0], devices[0], devices[0], None)
+  mesh = sharding.make_mesh(devices, fsdp=1, tensor=len(devices))
+  stacked = sharding.param_shardings(transformer.abstract_params(cfg, jnp.float32), mesh)
+  layer = jax.tree.map(lambda s: NamedSharding(mesh, PartitionSpec(*s.spec[1:])), stacked["layers"])
+  return Place(mesh, {**stacked, "layers": (layer,) * cfg.num_layers}, stacked, mesh)
+
+
+def build_searchers(
+    config: ConfigDict, cfg: ModelConfig, task: Task, params: Any, device_lists: Sequence[Sequence[jax.Device]],
+    folder: pathlib.Path
+) -> tuple[WeightStore, list[Searcher], Timeline]:
+  """Weight store, searchers with engines and the reference (version 0) on their devices, and the timeline they write to."""
+  sample, train, lora = config.sample, config.train, _lora(config)
+  dtype, timeline = jnp.dtype(sample.dtype), Timeline(folder)
+  places = [_place(cfg, devices) for devices in device_lists]
+  # A frozen base is never donated: in the right dtype, on the right device, it is the reference.
+  reference = params if lora is not None and dtype == _param_dtype(config) else cast(params, dtype=dtype)
+  references = [jax.device_put(reference, place.reference, may_alias=lora is not None) for place in places]
+  weights = _weight_store(cfg, lora, places, references, dtype)
+  settings = SampleSettings(
+      seed=config.seed, num_samples=sample.responses_per_prompt, temperature=sample.temperature,
+      max_new_tokens=sample.max_new_tokens, truncated=sample.truncated, length_buckets=tuple(train.length_buckets))
+  searchers = []
+  for index, place in enumerate(places):
+    engine = Engine(
+        cfg, place.device_or_mesh, slots=sample.slots, max_prompt_tokens=sample.max_prompt_tokens,
+        max_new_tokens=sample.max_new_tokens, chunk_tokens=sample.chunk_tokens, stop_ids=task.tokenizer.stop_ids, dtype=dtype,
+        log_mu_temperature=sample.temperature, in_flight=sample.in_flight)
+    score = learner.make_scorer(
+        cfg, temperature=sample.temperature, dtype=jnp.dtype(train.compute_dtype), chunk_tokens=train.head_chunk_tokens,
+        mesh=place.mesh)
+    searchers.append(Searcher(
+        index=index, engine=engine, slots=sample.slots, score=score,
+        reference=references[index], ref_version=0, prompts=task.train_prompts(), reward=task.reward,
+        response_text=task.response_text, settings=settings,
+        span=functools.partial(timeline.span, f"searcher{index}")))
+  return weights, searchers, timeline
+
+
+def _weight_store(
+    cfg: ModelConfig, lora: LoraSettings | None, places: Sequence[Place], references: Sequence[Any], dtype: Any
+) -> WeightStore:
+  """Moves all parameters in the decode layout; or adapters alone, which each searcher merges with its reference."""
+  if lora is None:
+    convert = jax.jit(lambda tree: transformer.unstack(jax.tree.map(lambda x: x.astype(dtype), tree)))
+    return WeightStore(convert, [place.weights for place in places])
+  abstract = lora_lib.abstract_adapters(cfg, settings=lora)
+  merge = functools.partial(lora_lib.merge_unstacked, scale=lora.scale)
+  placements, expand = [], []
+  for place, reference in zip(places, references, strict=True):
+    on_mesh = place.mesh is not None
+    placements.append(sharding.param_shardings(abstract, place.mesh) if on_mesh else place.weights)
+    expand.append(functools.partial(jax.jit(merge, out_shardings=place.weights if on_mesh else None), reference))
+  return WeightStore(jax.jit(lambda tree: jax.tree.map(jnp.copy, tree)), placements, expand=expand)
+
+
+# --- Trainer and buffer ---
+
+
+def build_trainer(config: ConfigDict, cfg: ModelConfig, params: Any, mesh: Mesh, folder: pathlib.Path) -> Trainer:
+  train, lora = config.train, _lora(config)
+  schedule = learner.make_schedule(
+      train.schedule, learning_rate=train.learning_rate, warmup_steps=train.warmup_steps, stable_steps=train.stable_steps,
+      decay_steps=train.decay_steps)
+  optimizer = learner.make_optimizer(
+      train.optimizer, schedule=schedule, clip_norm=train.clip_norm, weight_decay=train.weight_decay, b1=train.b1, b2=train.b2,
+      eps=train.eps)
+  rows = train.prompts_per_step * train.responses_per_prompt
+  step = learner.make_train_step(
+      cfg, make_loss(config.loss.name), optimizer, temperature=config.sample.temperature,
+      compute_dtype=jnp.dtype(train.compute_dtype), remat=train.remat, micro_batches=train.micro_batches,
+      chunk_tokens=train.head_chunk_tokens,
+      whole_groups_per_micro_batch=rows // train.micro_batches % train.responses_per_prompt == 0, lora=lora, mesh=mesh)
+  beta_at_update = functools.partial(
+      learner.beta_at, beta_init=config.loss.beta_init, beta_final=config.loss.beta_final,
+      beta_decay_steps=config.loss.beta_decay_steps)
+  frozen = ()
+  if lora is not None:
+    key = jax.random.fold_in(jax.random.key(config.seed), 1)  # the key itself made a new model's parameters
+    params, frozen = lora_lib.init_adapters(cfg, key, settings=lora), (params,)
+  state: TrainState = learner.init_train_state(params, optimizer, mesh=mesh)
+  return Trainer(
+      state=state, step=step, beta_at_update=beta_at_update, placement=sharding.batch_sharding(mesh),
+      row_multiple=train.micro_batches * sharding.num_batch_shards(mesh), length_buckets=train.length_buckets,
+      max_nonfinite_in_row=train.max_nonfinite_in_row, dump_folder=folder, frozen=frozen)
+
+
+def build_exchange(config: ConfigDict, num_prompts: int) -> Exchange:
+  buffer = ReplayBuffer(
+      capacity=config.buffer.capacity, capacity_per_prompt=config.buffer.capacity_per_prompt,
+      max_prompt_tokens=config.sample.max_prompt_tokens, max_response_tokens=config.sample.max_new_tokens, seed=config.seed,
+      recent_fraction=config.buffer.recent_fraction, priority=config.buffer.priority,
+      priority_temperature=config.buffer.priority_temperature, max_uses=config.buffer.max_uses,
+      max_staleness=config.buffer.max_staleness, dedup=config.buffer.dedup and _lag(config) < 0,
+      order="tba" if _lag(config) < 0 else "fifo")
+  return Exchange(
+      ledger=PromptLedger(num_prompts, seed=config.seed), buffer=buffer, groups_per_step=config.train.prompts_per_step,
+      responses_per_prompt=config.train.responses_per_prompt,
+      fill_responses=config.buffer.fill_responses if _lag(config) < 0 else 0, max_staleness=config.buffer.max_staleness,
+      max_lead_steps=config.sync.max_lead_steps, say=say)
+
+
+def _lag(config: ConfigDict) -> int:
+  """Exact lag of the lockstep queue; sync mode is lag 0. -1: TBA's draw."""
+  return 0 if config.runtime.mode == "sync" else config.runtime.lag
+
+
+def run_settings(config: ConfigDict) -> RunSettings:
+  return RunSettings(
+      seed=config.seed, mode=config.runtime.mode, loss=config.loss.name, steps=config.train.steps,
+      groups_per_step=config.train.prompts_per_step, responses_per_prompt=config.train.responses_per_prompt, lag=_lag(config),
+      sync_every_steps=1 if _lag(config) >= 0 else config.sync.every_steps, eval_every_steps=config.eval.every_steps,
+      checkpoint_every_steps=config.checkpoint.every_steps, max_new_tokens=config.sample.max_new_tokens,
+      rollouts_per_step=config.log.rollouts_per_step, searcher_restarts=config.runtime.searcher_restarts,
+      stop_timeout_secs=config.runtime.stop_timeout_secs)
