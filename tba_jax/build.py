@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +22,7 @@ from tba_jax.models import lora as lora_lib
 from tba_jax.models import transformer
 from tba_jax.models.lora import LoraSettings
 from tba_jax.models.variants import ModelConfig, new_model_config
+from tba_jax.placement import read_model_config
 from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.replay.flow import PromptLedger
 from tba_jax.runtime.exchange import Exchange
@@ -29,7 +30,7 @@ from tba_jax.runtime.run import RunSettings, StopFlag
 from tba_jax.runtime.trainer import Trainer
 from tba_jax.sampling.engine import Engine
 from tba_jax.searcher import SampleSettings, Searcher, cast
-from tba_jax.tasks.arithmetic import ArithmeticTask
+from tba_jax.tasks.arithmetic import ArithmeticTask, make_arithmetic_tokenizer
 from tba_jax.tasks.base import Task
 from tba_jax.tasks.gsm8k import Gsm8kTask
 from tba_jax.tokenizer import Tokenizer
@@ -40,11 +41,26 @@ from tba_jax.workdir import as_config_error, say
 # --- Model and task ---
 
 
+def model_config(config: ConfigDict) -> ModelConfig:
+  """The architecture that the config asks for, without weights. Raises ConfigError if it is not to be had, or if the pattern of
+  adapters matches nothing in it."""
+  if config.model.path:
+    with as_config_error(f"model.path={config.model.path!r}"):
+      cfg = read_model_config(config.model.path)
+  else:
+    cfg = new_model_config(**config.model.architecture, vocab_size=make_arithmetic_tokenizer().vocab_size)
+  lora = lora_settings(config)
+  if lora is not None:
+    with as_config_error("lora.pattern"):
+      lora_lib.adapted_layers(cfg, lora.pattern)
+  return cfg
+
+
 def build_model_and_task(
     config: ConfigDict, folder: pathlib.Path, mesh: Mesh, run_state: RunState, stop: StopFlag
 ) -> tuple[ModelConfig, Task, Any] | None:
   """The model, the task, and parameters of version 0 on the trainer's mesh. None if fine-tuning was stopped."""
-  model_folder, lora, dtype = folder / "model", _lora(config), _param_dtype(config)
+  model_folder, lora, dtype = folder / "model", lora_settings(config), param_dtype(config)
   if run_state.has_initial():
     with as_config_error(str(model_folder)):
       cfg, tokenizer = read_model_folder(model_folder)
@@ -101,12 +117,12 @@ def make_task(config: ConfigDict, tokenizer: Tokenizer | None) -> Task:
     return task
 
 
-def _lora(config: ConfigDict) -> LoraSettings | None:
+def lora_settings(config: ConfigDict) -> LoraSettings | None:
   """None where all parameters are trained."""
   return LoraSettings(**config.lora) if config.lora.pattern else None
 
 
-def _param_dtype(config: ConfigDict) -> Any:
+def param_dtype(config: ConfigDict) -> Any:
   """Of the parameters of version 0: the dtype that they are trained in, or that a frozen base is computed with."""
   return jnp.dtype(config.train.compute_dtype if config.lora.pattern else config.train.param_dtype)
 
@@ -150,7 +166,7 @@ class Place(NamedTuple):
   mesh: Mesh | None
 
 
-def _place(cfg: ModelConfig, devices: Sequence[jax.Device]) -> Place:
+def place_searcher(cfg: ModelConfig, devices: Sequence[jax.Device]) -> Place:
   """One device, or tensor parallelism over several."""
   if len(devices) == 1:
     return Place(devices[0], devices[0], devices[0], None)
@@ -165,11 +181,11 @@ def build_searchers(
     folder: pathlib.Path
 ) -> tuple[WeightStore, list[Searcher], Timeline]:
   """Weight store, searchers with engines and the reference (version 0) on their devices, and the timeline they write to."""
-  sample, train, lora = config.sample, config.train, _lora(config)
+  sample, train, lora = config.sample, config.train, lora_settings(config)
   dtype, timeline = jnp.dtype(sample.dtype), Timeline(folder)
-  places = [_place(cfg, devices) for devices in device_lists]
+  places = [place_searcher(cfg, devices) for devices in device_lists]
   # A frozen base is never donated: in the right dtype, on the right device, it is the reference.
-  reference = params if lora is not None and dtype == _param_dtype(config) else cast(params, dtype=dtype)
+  reference = params if lora is not None and dtype == param_dtype(config) else cast(params, dtype=dtype)
   references = [jax.device_put(reference, place.reference, may_alias=lora is not None) for place in places]
   weights = _weight_store(cfg, lora, places, references, dtype)
   settings = SampleSettings(
@@ -181,15 +197,24 @@ def build_searchers(
         cfg, place.device_or_mesh, slots=sample.slots, max_prompt_tokens=sample.max_prompt_tokens,
         max_new_tokens=sample.max_new_tokens, chunk_tokens=sample.chunk_tokens, stop_ids=task.tokenizer.stop_ids, dtype=dtype,
         log_mu_temperature=sample.temperature, in_flight=sample.in_flight)
-    score = learner.make_scorer(
-        cfg, temperature=sample.temperature, dtype=jnp.dtype(train.compute_dtype), chunk_tokens=train.head_chunk_tokens,
-        mesh=place.mesh)
     searchers.append(Searcher(
-        index=index, engine=engine, slots=sample.slots, score=score,
+        index=index, engine=engine, slots=sample.slots, score=make_scorer(config, cfg, place.mesh),
         reference=references[index], ref_version=0, prompts=task.train_prompts(), reward=task.reward,
         response_text=task.response_text, settings=settings,
         span=functools.partial(timeline.span, f"searcher{index}")))
   return weights, searchers, timeline
+
+
+def make_scorer(config: ConfigDict, cfg: ModelConfig, mesh: Mesh | None) -> Callable[..., jax.Array]:
+  """Log-probabilities under the reference, as a searcher takes them."""
+  train = config.train
+  return learner.make_scorer(
+      cfg, temperature=config.sample.temperature, dtype=jnp.dtype(train.compute_dtype), chunk_tokens=train.head_chunk_tokens, mesh=mesh)
+
+
+def make_convert(dtype: Any) -> Callable[[Any], Any]:
+  """Parameters of the trainer -> the decode layout in a searcher's dtype; jitted."""
+  return jax.jit(lambda tree: transformer.unstack(jax.tree.map(lambda x: x.astype(dtype), tree)))
 
 
 def _weight_store(
@@ -197,8 +222,7 @@ def _weight_store(
 ) -> WeightStore:
   """Moves all parameters in the decode layout; or adapters alone, which each searcher merges with its reference."""
   if lora is None:
-    convert = jax.jit(lambda tree: transformer.unstack(jax.tree.map(lambda x: x.astype(dtype), tree)))
-    return WeightStore(convert, [place.weights for place in places])
+    return WeightStore(make_convert(dtype), [place.weights for place in places])
   abstract = lora_lib.abstract_adapters(cfg, settings=lora)
   merge = functools.partial(lora_lib.merge_unstacked, scale=lora.scale)
   placements, expand = [], []
@@ -212,20 +236,32 @@ def _weight_store(
 # --- Trainer and buffer ---
 
 
-def build_trainer(config: ConfigDict, cfg: ModelConfig, params: Any, mesh: Mesh, folder: pathlib.Path) -> Trainer:
-  train, lora = config.train, _lora(config)
+def make_step(config: ConfigDict, cfg: ModelConfig, mesh: Mesh) -> tuple[Callable[..., Any], learner.Optimizer]:
+  """The jitted train step on a mesh, and its optimizer."""
+  train = config.train
   schedule = learner.make_schedule(
       train.schedule, learning_rate=train.learning_rate, warmup_steps=train.warmup_steps, stable_steps=train.stable_steps,
       decay_steps=train.decay_steps)
   optimizer = learner.make_optimizer(
       train.optimizer, schedule=schedule, clip_norm=train.clip_norm, weight_decay=train.weight_decay, b1=train.b1, b2=train.b2,
       eps=train.eps)
-  rows = train.prompts_per_step * train.responses_per_prompt
   step = learner.make_train_step(
       cfg, make_loss(config.loss.name), optimizer, temperature=config.sample.temperature,
       compute_dtype=jnp.dtype(train.compute_dtype), remat=train.remat, micro_batches=train.micro_batches,
       chunk_tokens=train.head_chunk_tokens,
-      whole_groups_per_micro_batch=rows // train.micro_batches % train.responses_per_prompt == 0, lora=lora, mesh=mesh)
+      whole_groups_per_micro_batch=whole_groups_per_micro_batch(config), lora=lora_settings(config), mesh=mesh)
+  return step, optimizer
+
+
+def whole_groups_per_micro_batch(config: ConfigDict) -> bool:
+  """Whether no group of a batch has rows in two micro-batches."""
+  train = config.train
+  return train.prompts_per_step * train.responses_per_prompt // train.micro_batches % train.responses_per_prompt == 0
+
+
+def build_trainer(config: ConfigDict, cfg: ModelConfig, params: Any, mesh: Mesh, folder: pathlib.Path) -> Trainer:
+  train, lora = config.train, lora_settings(config)
+  step, optimizer = make_step(config, cfg, mesh)
   beta_at_update = functools.partial(
       learner.beta_at, beta_init=config.loss.beta_init, beta_final=config.loss.beta_final,
       beta_decay_steps=config.loss.beta_decay_steps)

@@ -176,35 +176,18 @@ def _dry_run(config: Any) -> str:
   """What --dry_run prints: devices, and bytes from shapes."""
   import jax
 
-  from tba_jax import plan
-  from tba_jax.models.lora import LoraSettings, adapted_layers
+  from tba_jax import build, placement
 
   asked = config_lib.resolve_devices(**config.devices, num_devices=jax.device_count())
-  if config.model.path:
-    try:
-      cfg = plan.read_model_config(config.model.path)
-    except ValueError as error:
-      raise config_lib.ConfigError([f"model.path={config.model.path!r}: {error}"]) from None
-  else:
-    from tba_jax.models import variants
-    from tba_jax.tasks.arithmetic import make_arithmetic_tokenizer
-
-    vocab_size = make_arithmetic_tokenizer().vocab_size
-    cfg = variants.new_model_config(**config.model.architecture, vocab_size=vocab_size)
-  lora = LoraSettings(**config.lora) if config.lora.pattern else None
-  if lora is not None:
-    try:
-      adapted_layers(cfg, lora.pattern)
-    except ValueError as error:
-      raise config_lib.ConfigError([f"lora.pattern: {error}"]) from None
-  placements = plan.placements(
+  cfg = build.model_config(config)
+  placements = placement.placements(
     cfg, jax.devices(), trainer=asked.trainer, searchers=asked.searchers, per_searcher=asked.per_searcher,
     share=asked.share, optimizer=config.train.optimizer, param_dtype=config.train.param_dtype,
     compute_dtype=config.train.compute_dtype, sample_dtype=config.sample.dtype, slots=config.sample.slots,
     max_prompt_tokens=config.sample.max_prompt_tokens, max_new_tokens=config.sample.max_new_tokens,
-    buffer_capacity=config.buffer.capacity, lora=lora,
+    buffer_capacity=config.buffer.capacity, lora=build.lora_settings(config),
   )
-  return plan.report(cfg, placements, num_devices=jax.device_count(), platform=jax.default_backend())
+  return placement.report(cfg, placements, num_devices=jax.device_count(), platform=jax.default_backend())
 
 
 def main(argv: Sequence[str]) -> int:

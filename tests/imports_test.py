@@ -32,10 +32,11 @@ ORDER = (
     ("meters",),
     ("runtime",),
     ("workdir",),
+    ("placement",),
     ("build",),
-    ("plan",),
     ("train",),
     ("main", "score", "export"),
+    ("plan",),
 )
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
 LAZY = ("ray", "grain", "tensorflow_datasets", "gguf", "tensorboardX", "torch", "tensorflow", "math_verify", "tokamax", "libtpu")

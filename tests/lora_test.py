@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import tiny
-from tba_jax import learner, plan, sharding
+from tba_jax import learner, placement, sharding
 from tba_jax.config_schema import LINEAR_LAYERS
 from tba_jax.losses.registry import make_loss
 from tba_jax.models import lora, transformer
@@ -281,7 +281,7 @@ def test_a_store_moves_adapters_and_each_searcher_merges_on_its_own_devices():
 
 def test_planned_bytes():
   def plan_of(settings):
-    placed = plan.placements(
+    placed = placement.placements(
       CFG, jax.devices(), trainer=1, searchers=1, per_searcher=1, share=False, optimizer="adamw", param_dtype="float32",
       compute_dtype="bfloat16", sample_dtype="bfloat16", slots=4, max_prompt_tokens=8, max_new_tokens=8,
       buffer_capacity=8, lora=settings)

@@ -20,6 +20,7 @@ from tba_jax.checkpoints.gguf import read_gguf
 from tba_jax.checkpoints.stored import read_json
 from tba_jax.models import lora as lora_lib
 from tba_jax.models import transformer
+from tba_jax.models.known import KNOWN
 from tba_jax.models.lora import LoraSettings
 from tba_jax.models.variants import ModelConfig, from_huggingface
 
@@ -37,8 +38,9 @@ class Placement(NamedTuple):
 def read_model_config(path: str) -> ModelConfig:
   """The config of a model without its weights. `path` as in `checkpoints.huggingface.load_model`.
 
+  Of a hub model that is in `models.known` nothing is downloaded, of another only config.json.
   Raises:
-    ValueError: there is no such model here, or its config is refused. Of a hub model only config.json is downloaded.
+    ValueError: there is no such model here, or its config is refused.
   """
   found = pathlib.Path(path)
   if path.startswith("package:"):
@@ -50,6 +52,8 @@ def read_model_config(path: str) -> ModelConfig:
   if found.is_file():
     return from_huggingface(read_gguf(found).config)
   if not found.is_dir():
+    if path.lower() in KNOWN:
+      return from_huggingface(KNOWN[path.lower()])
     import huggingface_hub
 
     try:
