@@ -30,9 +30,8 @@ from tba_jax.runtime.run import RunSettings, StopFlag
 from tba_jax.runtime.trainer import Trainer
 from tba_jax.sampling.engine import Engine
 from tba_jax.searcher import SampleSettings, Searcher, cast
-from tba_jax.tasks.arithmetic import ArithmeticTask, make_arithmetic_tokenizer
-from tba_jax.tasks.base import Task
-from tba_jax.tasks.gsm8k import Gsm8kTask
+from tba_jax.tasks import registry
+from tba_jax.tasks.base import Task, TaskSettings, make_reward
 from tba_jax.tokenizer import Tokenizer
 from tba_jax.types import TrainState
 from tba_jax.weights import WeightStore
@@ -48,7 +47,7 @@ def model_config(config: ConfigDict) -> ModelConfig:
     with as_config_error(f"model.path={config.model.path!r}"):
       cfg = read_model_config(config.model.path)
   else:
-    cfg = new_model_config(**config.model.architecture, vocab_size=make_arithmetic_tokenizer().vocab_size)
+    cfg = new_model_config(**config.model.architecture, vocab_size=registry.own_tokenizer(config.task).vocab_size)
   lora = lora_settings(config)
   if lora is not None:
     with as_config_error("lora.pattern"):
@@ -101,16 +100,11 @@ def build_model_and_task(
 
 def make_task(config: ConfigDict, tokenizer: Tokenizer | None) -> Task:
   """The task that the config names. Raises ConfigError for data that is missing or malformed, or prompts over the limit."""
-  limit = config.sample.max_prompt_tokens
   with as_config_error("task"):
-    if config.task == "arithmetic":
-      task = ArithmeticTask(
-          seed=config.seed, num_eval_prompts=config.eval.size, num_sft_examples=config.sft.num_examples, **config.task_args)
-    else:
-      task = Gsm8kTask(tokenizer, max_prompt_tokens=limit, jsonl_folder=config.data.path, **config.task_args)
-    longest = max(len(prompt.tokens) for prompt in (*task.train_prompts(), *task.eval_prompts()))
-    if longest > limit:
-      raise ValueError(f"sample.max_prompt_tokens={limit} is less than the longest prompt of {config.task}; raise it to {longest}")
+    settings = TaskSettings(
+        seed=config.seed, data_path=config.data.path, max_prompt_tokens=config.sample.max_prompt_tokens,
+        num_eval_prompts=config.eval.size, num_sft_examples=config.sft.num_examples)
+    task = registry.make_task(config.task, tokenizer, settings, config.task_args)
     if len(task.train_prompts()) < config.train.prompts_per_step:
       raise ValueError(f"train.prompts_per_step={config.train.prompts_per_step} is more than the {len(task.train_prompts())} prompts that "
                        f"{config.task} has; lower it: a batch holds no prompt twice")
@@ -199,8 +193,9 @@ def build_searchers(
         log_mu_temperature=sample.temperature, in_flight=sample.in_flight)
     searchers.append(Searcher(
         index=index, engine=engine, slots=sample.slots, score=make_scorer(config, cfg, place.mesh),
-        reference=references[index], ref_version=0, prompts=task.train_prompts(), reward=task.reward,
-        response_text=task.response_text, settings=settings,
+        reference=references[index], ref_version=0, prompts=task.train_prompts(),
+        reward=make_reward(task, place.device_or_mesh, for_eval=False),
+        eval_reward=make_reward(task, place.device_or_mesh, for_eval=True), response_text=task.response_text, settings=settings,
         span=functools.partial(timeline.span, f"searcher{index}")))
   return weights, searchers, timeline
 

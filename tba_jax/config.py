@@ -294,7 +294,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 def _check_model(c: Mapping[str, Any]) -> Iterator[str]:
   path = c["model.path"]
   if not path:
-    if c["task"] != "arithmetic":
+    if not _makes_own_data(c):
       yield f"model.path='' makes a new model, but task {c['task']!r} has no tokenizer for one; set model.path"
     heads, kv_heads = c["model.architecture.num_heads"], c["model.architecture.num_kv_heads"]
     if heads % kv_heads:
@@ -328,13 +328,22 @@ def _check_model(c: Mapping[str, Any]) -> Iterator[str]:
            "the path")
 
 
+def _makes_own_data(c: Mapping[str, Any]) -> bool:
+  """Whether the task makes its prompts itself, and a tokenizer for a new model with them."""
+  return c["task"] == "arithmetic" or ("task_args.num_generated" in c and c["task_args.num_generated"] > 0)
+
+
 def _check_data(c: Mapping[str, Any]) -> Iterator[str]:
   path, task = c["data.path"], c["task"]
-  if task == "arithmetic":
+  if _makes_own_data(c):
     if path:
-      yield f"data.path={path!r} must be empty for task 'arithmetic', which makes its own problems; drop it"
-    if c["eval.size"] == 0:
+      yield f"data.path={path!r} must be empty for task {task!r}, which makes its own problems; drop it"
+    if task == "arithmetic" and c["eval.size"] == 0:
       yield "eval.size=0 (the whole split) means nothing to task 'arithmetic', which has no end of problems; set a size"
+    return
+  if not path and task != "gsm8k":
+    yield (f"data.path='' is missing: task {task!r} has no data of its own; give a folder with train.jsonl and "
+           "test.jsonl, or the config's argument smoke")
     return
   if not path:
     if not _has_module("tensorflow_datasets"):

@@ -50,7 +50,7 @@ _DTYPE = _one_of("float32", "bfloat16")
 
 SCHEMA: dict[str, Rule] = {
   "seed": _integer(0, 2**32 - 1),
-  "task": _one_of("arithmetic", "gsm8k"),
+  "task": _one_of("arithmetic", "gsm8k", "math"),
   # Folder, .gguf file, Hugging Face name or package:NAME; "": a new model of model.architecture.
   "model.path": _ANY_STRING,
   "data.path": _ANY_STRING,  # folder with train.jsonl and test.jsonl; "": the task's own source
@@ -158,6 +158,11 @@ TASK_ARGS: dict[str, dict[str, Rule]] = {
   },
   "gsm8k": {
     "prompt_format": _one_of("rho_sft", "chat"),
+  },
+  "math": {
+    "num_generated": _integer(0, or_else="0: data.path is read"),  # problems made by the task instead of data
+    "grader_processes": _integer(1),
+    "grader_deadline_secs": _number(0, above=True),  # for one answer
   },
 }
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from tba_jax.sampling.engine import Engine, SampledGroup, SampleRequest
+from tba_jax.tasks.base import GroupReward, Responses
 from tba_jax.types import Prompt
 from tba_jax.weights import Weights
 
@@ -45,7 +46,7 @@ def evaluate_greedy(
     weights: Weights,
     prompts: Sequence[Prompt],
     *,
-    reward: Callable[..., float],
+    reward: GroupReward,
     response_text: Callable[[Sequence[int]], str],
     max_new_tokens: int,
     stopped: Callable[[], bool],
@@ -55,7 +56,7 @@ def evaluate_greedy(
 
   Args:
     prompts: at least one.
-    reward: (prompt, response text, truncated=) -> reward.
+    reward: of which 1 is a success; called with one response at a time.
     stopped: asked between chunks.
     on_progress: called with the number of prompts done.
   Raises: Interrupted if `stopped` said so; the engine is idle then too.
@@ -84,7 +85,9 @@ def evaluate_greedy(
   )
 
 
-def _grade(prompt: Prompt, group: SampledGroup, reward: Callable[..., float], response_text: Callable[[Any], str]) -> Response:
+def _grade(prompt: Prompt, group: SampledGroup, reward: GroupReward, response_text: Callable[[Any], str]) -> Response:
   length, truncated = int(group.lengths[0]), bool(group.truncated[0])
-  text = response_text(group.tokens[0, :length])
-  return Response(prompt, text, float(reward(prompt, text, truncated=truncated)), length, truncated)
+  tokens = group.tokens[0, :length]
+  text = response_text(tokens)
+  reward_1 = reward(prompt, Responses((text,), (tokens,), np.array([truncated])))
+  return Response(prompt, text, float(reward_1[0]), length, truncated)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ import numpy as np
 
 from tba_jax.models import transformer
 from tba_jax.sampling.engine import Engine, SampledGroup, SampleRequest, sample_keys
+from tba_jax.tasks.base import GroupReward, Responses
 from tba_jax.types import Occurrence, Prompt, RolloutGroup
 from tba_jax.weights import Weights
 
@@ -68,7 +68,7 @@ class Searcher:
     score: (stacked params, tokens, positions, segment_ids) -> log_p; the trainer's scoring function.
     reference: parameters of the frozen reference, stacked, on this searcher's devices.
     prompts: of the task, by prompt id.
-    reward: (prompt, response text, truncated) -> reward.
+    reward: of groups sampled here; `eval_reward` of the evaluations that this searcher is given.
     response_text: token ids up to the stop token -> text that is graded.
     span: `with span(kind)` around each stretch of work, for the timeline.
   """
@@ -83,7 +83,8 @@ class Searcher:
       reference: Any,
       ref_version: int,
       prompts: Sequence[Prompt],
-      reward: Callable[..., float],
+      reward: GroupReward,
+      eval_reward: GroupReward,
       response_text: Callable[[Sequence[int]], str],
       settings: SampleSettings,
       span: Callable[[str], Any],
@@ -94,6 +95,7 @@ class Searcher:
     self._score, self._score_decode_layout = score, jax.jit(lambda params, *rows: score(restack(params), *rows))
     self._reference, self._ref_version = reference, ref_version
     self._prompts, self._reward, self._response_text = prompts, reward, response_text
+    self.eval_reward = eval_reward
     self._settings = settings
     self._span = span
     self._given: Weights | None = None  # the newest the engine was given; in effect when the engine's version says so
@@ -160,7 +162,7 @@ class Searcher:
     self.counts.truncated += int(sampled.truncated.sum())
     with self._span("grade"):
       texts = [self._response_text(row[:n]) for row, n in zip(sampled.tokens, sampled.lengths)]
-      rewards = np.array([self._grade(prompt, text, cut) for text, cut in zip(texts, sampled.truncated)], np.float32)
+      rewards = self._grade(prompt, texts, sampled)
     keep = np.isfinite(rewards)
     self.counts.bad_rewards += int((~keep).sum())
     if self._settings.truncated == "mask":
@@ -179,11 +181,15 @@ class Searcher:
         truncated=sampled.truncated[keep], ref_version=self._ref_version, temperature=self._settings.temperature,
         searcher=self.index, texts=tuple(text for text, k in zip(texts, keep) if k))
 
-  def _grade(self, prompt: Prompt, text: str, truncated: bool) -> float:
-    if truncated and self._settings.truncated == "zero":
-      return 0.0
-    reward = self._reward(prompt, text, truncated=bool(truncated))
-    return math.nan if reward is None else float(reward)
+  def _grade(self, prompt: Prompt, texts: Sequence[str], sampled: SampledGroup) -> np.ndarray:
+    """Rewards float32 [S]; NaN for a response that could not be graded."""
+    rewards = np.zeros(len(texts), np.float32)
+    graded = np.flatnonzero(~sampled.truncated if self._settings.truncated == "zero" else np.ones(len(texts), bool))
+    if len(graded):
+      rewards[graded] = self._reward(prompt, Responses(
+          texts=tuple(texts[i] for i in graded), tokens=tuple(sampled.tokens[i, :sampled.lengths[i]] for i in graded),
+          truncated=sampled.truncated[graded]))
+    return rewards
 
   def _score_rows(self, score: Score, params: Any, prompt: np.ndarray, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """log_p float32 [S, T] of the responses, 0 beyond their lengths."""

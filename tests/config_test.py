@@ -9,7 +9,7 @@ import sys
 import ml_collections
 import pytest
 
-from configs import gsm8k, quickstart
+from configs import gsm8k, math as math_config, quickstart
 from tba_jax import config as config_lib
 from tba_jax import config_schema
 from tba_jax.config import ConfigError, DeviceCounts, parse_arg, resolve_devices
@@ -30,6 +30,8 @@ PUBLIC_KEYS = """seed task model.path data.path train.steps train.prompts_per_st
 SHIPPED = {
   "quickstart": (quickstart, None, 3), "quickstart:smoke": (quickstart, "smoke", 3), "gsm8k": (gsm8k, None, 8),
   "gsm8k on one device": (gsm8k, None, 1), "gsm8k:smollm2": (gsm8k, "smollm2", 2),
+  "math": (math_config, None, 8), "math:size=1.5B,lag=10,per_searcher=2": (math_config, "size=1.5B,lag=10,per_searcher=2", 8),
+  "math:smoke": (math_config, "smoke", 2),
 }
 
 
@@ -60,12 +62,16 @@ def _problems(config, *, num_devices=3):
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_shipped_configs_are_valid_locked_and_have_the_public_keys(name, monkeypatch):
+def test_shipped_configs_are_valid_locked_and_have_the_public_keys(name, monkeypatch, tmp_path):
   # Whether the weights' package is installed is not the config's business here.
   monkeypatch.setattr(config_lib.importlib.metadata, "distribution", lambda name: None)
   module, arg, num_devices = SHIPPED[name]
   config = module.get_config(arg)
   assert config.is_locked
+  if config.task != "gsm8k" and config.model.path:  # data must be given
+    for split in ("train", "test"):
+      (tmp_path / f"{split}.jsonl").write_text("{}")
+    config.data.path = str(tmp_path)
   assert set(PUBLIC_KEYS) <= set(config_schema.flatten(config))
   config_lib.validate(config, num_devices=num_devices, platform="cpu")
 
@@ -81,6 +87,26 @@ def test_gsm8k_has_the_papers_settings():
     "sample.max_new_tokens": 512, "sample.max_prompt_tokens": 512, "buffer.priority": "uniform",
   }
   assert {key: flat[key] for key in paper} == paper
+
+
+def test_math_has_the_settings_of_tba_prime():
+  flat = config_schema.flatten(math_config.get_config("lag=10"))
+  paper = {
+    "model.path": "Qwen/Qwen2.5-7B", "train.steps": 400, "train.prompts_per_step": 32, "train.responses_per_prompt": 16,
+    "train.learning_rate": 1e-6, "train.schedule": "constant", "train.b2": 0.99, "train.weight_decay": 0.01,
+    "train.clip_norm": 1.0, "loss.beta_init": 0.005, "loss.beta_final": 0.005, "sample.temperature": 1.0,
+    "sample.max_prompt_tokens": 1024, "sample.responses_per_prompt": 16, "buffer.max_staleness": 10,
+    "loss.name": "tba_prime_ratio",
+  }
+  assert {key: flat[key] for key in paper} == paper
+  assert flat["sample.max_prompt_tokens"] + flat["sample.max_new_tokens"] == 3072
+
+
+def test_math_needs_data_and_a_known_size():
+  config = math_config.get_config()
+  assert "data.path='' is missing: task 'math' has no data of its own" in _problems(config, num_devices=8)[0]
+  with pytest.raises(ConfigError, match="size=9B must be one of 0.5B, 1.5B, 3B, 7B"):
+    math_config.get_config("size=9B")
 
 
 def test_choices_are_those_of_the_parts_that_take_them():
@@ -159,7 +185,7 @@ def test_adapters_of_the_attention():
    "train.schedule='cosin' must be one of constant, linear, cosine, wsd; did you mean cosine?"),
   ("sample.truncated", "drop", "sample.truncated='drop' must be one of score, zero, mask"),
   ("train.param_dtype", "bfloat16", "train.param_dtype='bfloat16' must be float32"),
-  ("task", "gsm8", "task='gsm8' must be one of arithmetic, gsm8k; did you mean gsm8k?"),
+  ("task", "gsm8", "task='gsm8' must be one of arithmetic, gsm8k, math; did you mean gsm8k?"),
 ])
 def test_wrong_value_of_one_key(name, value, line):
   assert line in _problems(_quickstart(**{name: value}))

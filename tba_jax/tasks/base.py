@@ -1,16 +1,44 @@
 """What a task is to the rest of the system: prompts in, a reward for the text of a response out.
 
-A task knows its data, its prompt format and its grading. It knows no model, device, buffer or config: it is constructed
-from named values, gives the same prompts for the same values, and may be used from several searcher threads at once.
+A task knows its data, its prompt format and its grading. It knows no buffer or config, and a model or device only where
+its reward needs one: it is constructed from named values, gives the same prompts for the same values, and may be used
+from several searcher threads at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+import dataclasses
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
 
 from tba_jax.tokenizer import Tokenizer
 from tba_jax.types import Prompt
+
+MAX_DROPPED_SHARE = 0.01
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskSettings:
+  """What a run tells every task. A class given as config.task=FILE.py:NAME is called NAME(tokenizer, settings, **task_args)."""
+
+  seed: int
+  data_path: str  # data.path
+  max_prompt_tokens: int
+  num_eval_prompts: int  # as many are evaluated at most; 0: the whole split
+  num_sft_examples: int  # as many are learnt from before the first update
+
+
+class Responses(NamedTuple):
+  """Responses to one prompt, graded together."""
+
+  texts: tuple[str, ...]  # what `response_text` made of the tokens
+  tokens: tuple[np.ndarray, ...]  # int32, up to and with the stop token, if there is one
+  truncated: np.ndarray  # bool [S]
+
+
+GroupReward = Callable[[Prompt, Responses], np.ndarray]  # float32 [S]; NaN for a response that could not be graded
 
 
 @runtime_checkable
@@ -41,11 +69,59 @@ class Task(Protocol):
 
 
 @runtime_checkable
+class GroupRewardTask(Task, Protocol):
+  """A task that grades a group at a time: by a model beside the searcher, or by several processes."""
+
+  def make_reward(self, device_or_mesh: Any, *, for_eval: bool) -> GroupReward:
+    """The reward for one searcher, which calls it from one thread at a time; `Task.reward` is not used then.
+
+    Args:
+      device_or_mesh: the searcher's, where a model that rewards must live.
+      for_eval: the reward of evaluations, of which 1 counts as a success.
+    """
+
+
+@runtime_checkable
 class SupervisedTask(Task, Protocol):
   """A task that also has written solutions, for supervised fine-tuning before the first update."""
 
   def sft_examples(self) -> Sequence[tuple[list[int], list[int]]]:
     """(prompt tokens, response tokens) pairs; a response ends with a stop token, which is learnt like the rest."""
+
+
+def make_reward(task: Task, device_or_mesh: Any, *, for_eval: bool) -> GroupReward:
+  """The task's reward of groups; of a task that grades one by one, made of `Task.reward`."""
+  if isinstance(task, GroupRewardTask):
+    return task.make_reward(device_or_mesh, for_eval=for_eval)
+
+  def one_by_one(prompt: Prompt, responses: Responses) -> np.ndarray:
+    found = [
+      task.reward(prompt, text, truncated=bool(truncated))
+      for text, truncated in zip(responses.texts, responses.truncated)
+    ]
+    return np.array([np.nan if reward is None else reward for reward in found], np.float32)
+
+  return one_by_one
+
+
+def fitting(
+  name: str, split: str, encoded: Sequence[tuple[Any, list[int]]], *, max_prompt_tokens: int
+) -> list[tuple[Any, list[int]]]:
+  """The (row, prompt ids) pairs whose prompt fits; a printed line says how many were dropped.
+
+  Raises: ValueError if more than MAX_DROPPED_SHARE would be dropped.
+  """
+  kept = [(row, ids) for row, ids in encoded if len(ids) <= max_prompt_tokens]
+  num_dropped = len(encoded) - len(kept)
+  if num_dropped > MAX_DROPPED_SHARE * len(encoded):
+    longest = max(len(ids) for _, ids in encoded)
+    raise ValueError(
+      f"max_prompt_tokens={max_prompt_tokens} would drop {num_dropped} of {len(encoded)} {split} prompts (the longest "
+      f"has {longest} tokens), more than {MAX_DROPPED_SHARE:.0%}; raise sample.max_prompt_tokens."
+    )
+  if num_dropped:
+    print(f"{name}: dropped {num_dropped} of {len(encoded)} {split} prompts longer than {max_prompt_tokens} tokens.")
+  return kept
 
 
 def decode_response(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:

@@ -13,12 +13,11 @@ from typing import NamedTuple
 import numpy as np
 
 from tba_jax.rewards import numeric_answer
-from tba_jax.tasks.base import decode_response, primary_stop_id
+from tba_jax.tasks.base import decode_response, fitting, primary_stop_id
 from tba_jax.tasks.gsm8k_data import Row, load_rows
 from tba_jax.tokenizer import Tokenizer
 from tba_jax.types import Prompt
 
-MAX_DROPPED_SHARE = 0.01
 INSTRUCTION = "Reason briefly, step by step. On the last line write #### followed by the answer as a number."
 
 _CALCULATOR = re.compile(r"<<[^<>]*>>")
@@ -136,17 +135,8 @@ class Gsm8kTask:
   def _build(self, split: str, rows: Sequence[Row]) -> tuple[list[Row], list[Prompt]]:
     """Rows whose prompts fit, and their prompts."""
     encoded = [(row, self._format.encode(self.tokenizer, row.question)) for row in rows]
-    kept = [(row, ids) for row, ids in encoded if len(ids) <= self._max_prompt_tokens]
-    self.num_dropped[split] = num_dropped = len(rows) - len(kept)
-    if num_dropped > MAX_DROPPED_SHARE * len(rows):
-      longest = max(len(ids) for _, ids in encoded)
-      raise ValueError(
-        f"max_prompt_tokens={self._max_prompt_tokens} would drop {num_dropped} of {len(rows)} {split} prompts (the "
-        f"longest has {longest} tokens), more than {MAX_DROPPED_SHARE:.0%}; raise sample.max_prompt_tokens."
-      )
-    if num_dropped:
-      limit = self._max_prompt_tokens
-      print(f"gsm8k: dropped {num_dropped} of {len(rows)} {split} prompts longer than {limit} tokens.")
+    kept = fitting(self.name, split, encoded, max_prompt_tokens=self._max_prompt_tokens)
+    self.num_dropped[split] = len(rows) - len(kept)
     prompts = [
       Prompt(index, np.array(ids, np.int32), self._format.text(row.question), gold_answer(row))
       for index, (row, ids) in enumerate(kept)

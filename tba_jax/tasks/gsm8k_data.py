@@ -5,10 +5,11 @@ Both give the same rows, tensorflow-datasets in an order of its own. It is impor
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
 from typing import NamedTuple
+
+from tba_jax.tasks.jsonl import read_jsonl
 
 SPLITS = ("train", "test")
 
@@ -34,37 +35,12 @@ def load_rows(split: str, *, jsonl_folder: str = "", tfds_folder: str = "") -> l
   """
   if split not in SPLITS:
     raise ValueError(f"split {split!r} is unknown; choose one of {', '.join(SPLITS)}.")
-  return _read_jsonl(pathlib.Path(jsonl_folder).expanduser(), split) if jsonl_folder else _read_tfds(tfds_folder, split)
+  return _read_jsonl(jsonl_folder, split) if jsonl_folder else _read_tfds(tfds_folder, split)
 
 
-def _read_jsonl(folder: pathlib.Path, split: str) -> list[Row]:
-  path = folder / f"{split}.jsonl"
-  if not folder.is_dir():
-    raise ValueError(f"data folder {folder} does not exist; give a folder with train.jsonl and test.jsonl.")
-  if not path.is_file():
-    raise ValueError(f"{path} does not exist; the data folder must hold train.jsonl and test.jsonl.")
-  rows = []
-  with path.open(encoding="utf8") as lines:
-    for number, line in enumerate(lines, start=1):
-      if line.strip():
-        rows.append(_parse_line(line, f"{path} line {number}"))
-  if not rows:
-    raise ValueError(f"{path} holds no rows; it must hold one JSON object with question and answer a line.")
-  return rows
-
-
-def _parse_line(line: str, source: str) -> Row:
-  try:
-    row = json.loads(line)
-  except json.JSONDecodeError as error:
-    raise ValueError(f"{source} is not JSON ({error.msg}, column {error.colno}); correct the line.") from error
-  found = sorted(row) if isinstance(row, dict) else type(row).__name__
-  for field in ("question", "answer"):
-    if not isinstance(row, dict) or not isinstance(row.get(field), str) or not row[field].strip():
-      raise ValueError(
-        f"{source} has no text {field!r} (found: {found}); each line must be an object with question and answer."
-      )
-  return Row(row["question"], row["answer"], source)
+def _read_jsonl(folder: str, split: str) -> list[Row]:
+  rows = read_jsonl(folder, split, texts=("question", "answer"))
+  return [Row(row.fields["question"], row.fields["answer"], row.source) for row in rows]
 
 
 def _read_tfds(data_dir: str, split: str) -> list[Row]:
@@ -111,7 +87,7 @@ def prepare_tfds(jsonl_folder: str, data_dir: str) -> None:
 
   folder = pathlib.Path(jsonl_folder).expanduser()
   for split in SPLITS:
-    _read_jsonl(folder, split)  # every malformed line is reported by file and line before anything is written
+    _read_jsonl(jsonl_folder, split)  # every malformed line is reported by file and line before anything is written
 
   # The name of the class is the name of the data set; registering a second one of that name is refused.
   with tfds.core.registered.skip_registration():

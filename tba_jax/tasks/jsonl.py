@@ -1,0 +1,52 @@
+"""Rows of a task's data: one JSON object a line, in files named by split. Every mistake is told by file and line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import json
+import pathlib
+from typing import Any, NamedTuple
+
+
+class JsonRow(NamedTuple):
+  """One object and where it came from, for error messages."""
+
+  fields: dict[str, Any]
+  source: str
+
+
+def read_jsonl(folder: str | pathlib.Path, split: str, *, texts: Sequence[str]) -> list[JsonRow]:
+  """Rows of FOLDER/SPLIT.jsonl in their order; empty lines are skipped.
+
+  Args:
+    texts: fields that every row must have, as text that is not blank. Others may be there.
+  Raises: ValueError if the folder or file is missing or empty, or for the first line that is not as described.
+  """
+  folder = pathlib.Path(folder).expanduser()
+  path = folder / f"{split}.jsonl"
+  if not folder.is_dir():
+    raise ValueError(f"data folder {folder} does not exist; give a folder with train.jsonl and test.jsonl.")
+  if not path.is_file():
+    raise ValueError(f"{path} does not exist; the data folder must hold train.jsonl and test.jsonl.")
+  rows = []
+  with path.open(encoding="utf8") as lines:
+    for number, line in enumerate(lines, start=1):
+      if line.strip():
+        rows.append(JsonRow(_parse(line, f"{path} line {number}", texts), f"{path} line {number}"))
+  if not rows:
+    raise ValueError(f"{path} holds no rows; it must hold one JSON object with {' and '.join(texts)} a line.")
+  return rows
+
+
+def _parse(line: str, source: str, texts: Sequence[str]) -> dict[str, Any]:
+  try:
+    row = json.loads(line)
+  except json.JSONDecodeError as error:
+    raise ValueError(f"{source} is not JSON ({error.msg}, column {error.colno}); correct the line.") from error
+  found = sorted(row) if isinstance(row, dict) else type(row).__name__
+  for field in texts:
+    if not isinstance(row, dict) or not isinstance(row.get(field), str) or not row[field].strip():
+      raise ValueError(
+        f"{source} has no text {field!r} (found: {found}); each line must be an object with {' and '.join(texts)}."
+      )
+  return row
