@@ -74,6 +74,8 @@ def _load_config(path_and_arg: str | None) -> Any:
   spec = importlib.util.spec_from_file_location("tba_jax_config_file", path)
   module = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(module)
+  if not callable(getattr(module, "get_config", None)):
+    fail([f"--config={path} has no function get_config, which makes the config; see configs/quickstart.py for one"])
   try:
     return module.get_config(arg or None)
   except config_lib.ConfigError as error:

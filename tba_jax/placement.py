@@ -5,7 +5,6 @@ Only what stays for the whole run is counted. Activations and the compiler's tem
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 import pathlib
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ import numpy as np
 
 from tba_jax import learner, sharding
 from tba_jax.checkpoints.gguf import read_gguf
+from tba_jax.checkpoints.locate import PACKAGE, in_package
 from tba_jax.checkpoints.stored import read_json
 from tba_jax.models import lora as lora_lib
 from tba_jax.models import transformer
@@ -43,12 +43,8 @@ def read_model_config(path: str) -> ModelConfig:
     ValueError: there is no such model here, or its config is refused.
   """
   found = pathlib.Path(path)
-  if path.startswith("package:"):
-    files = importlib.metadata.distribution(path.removeprefix("package:")).files or ()
-    ggufs = [file for file in files if file.suffix == ".gguf"]
-    if len(ggufs) != 1:
-      raise ValueError(f"the package holds {len(ggufs)} .gguf files, one is needed; give the path of the file itself")
-    found = pathlib.Path(str(ggufs[0].locate()))
+  if path.startswith(PACKAGE):
+    found = in_package(path.removeprefix(PACKAGE))
   if found.is_file():
     return from_huggingface(read_gguf(found).config)
   if not found.is_dir():

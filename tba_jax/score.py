@@ -1,12 +1,14 @@
 """Scores text with a model: python -m tba_jax.score --model=PATH --input=FILE.jsonl --out=FILE.jsonl [--greedy=N]
 
 Each line of the input is a JSON object with "tokens" (ids), "text", or "prompt" and "response"; other keys are carried
-along. It comes back with
+along. With --greedy a "prompt" may come alone: nothing of it is scored, and "token_logprobs" is empty. A line comes
+back with
     "tokens"          the ids that were scored
     "token_logprobs"  float32 nats at temperature 1 over the full vocabulary: of every token but the first, or of the
                       response's tokens alone
     "greedy"          with --greedy=N: the ids that the model would continue with after all of "tokens", at most N,
                       ending with the first stop id; made by the cached decoder
+    "greedy_text"     the same as text, without special tokens
 Texts and prompts get what the tokenizer puts around a text by itself (for some a begin-of-text id); responses do not.
 Nothing is trained and nothing is sampled here.
 """
@@ -48,26 +50,32 @@ class Example:
   start: int
 
 
-def read_examples(path: pathlib.Path, tokenizer: Tokenizer, *, max_tokens: int) -> list[Example]:
+def read_examples(
+  path: pathlib.Path, tokenizer: Tokenizer, *, max_positions: int, num_greedy_tokens: int
+) -> list[Example]:
   """Reads a .jsonl file; empty lines are skipped.
 
-  Raises: ValueError naming file and line if a line is not JSON, not one of the forms above, or longer than
-    `max_tokens`.
+  Args:
+    max_positions: of the model; a line's tokens and those that continue it must fit.
+    num_greedy_tokens: how many will continue a line; if any, a prompt needs no response.
+  Raises: ValueError naming file and line if a line is not UTF-8, not JSON, not one of the forms above, or too long.
   """
   if not path.is_file():
     raise ValueError(f"{path} is not a file; give a .jsonl file with one JSON object a line.")
   examples = []
-  for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+  # Lines end with \n alone: a text may hold other characters at which str.splitlines would cut it.
+  for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
     if not line.strip():
       continue
     try:
-      example = _example(json.loads(line), tokenizer)
+      example = _example(json.loads(_decoded(line)), tokenizer, prompt_alone=num_greedy_tokens > 0)
       if not example.tokens:
         raise ValueError("there are no tokens; at least one is needed.")
-      if len(example.tokens) > max_tokens:
+      if len(example.tokens) + num_greedy_tokens > max_positions:
+        beside = f" and --greedy={num_greedy_tokens} more" if num_greedy_tokens else ""
         raise ValueError(
-          f"{len(example.tokens)} tokens are more than {max_tokens}, the most that the model can take here; shorten "
-          "the text."
+          f"{len(example.tokens)} tokens{beside} are more than the {max_positions} positions that the model takes; "
+          f"shorten the text{' or lower --greedy' if num_greedy_tokens else ''}."
         )
     except ValueError as error:  # json's own error is one
       raise ValueError(f"{path}, line {number}: {error}") from error
@@ -77,14 +85,28 @@ def read_examples(path: pathlib.Path, tokenizer: Tokenizer, *, max_tokens: int) 
   return examples
 
 
-def _example(row: Any, tokenizer: Tokenizer) -> Example:
+def _decoded(line: bytes) -> str:
+  try:
+    return line.decode("utf-8")
+  except UnicodeDecodeError as error:
+    raise ValueError(
+      f"byte {error.start + 1} of the line ({line[error.start]:#04x}) is not UTF-8; save the file in that encoding."
+    ) from error
+
+
+def _example(row: Any, tokenizer: Tokenizer, *, prompt_alone: bool) -> Example:
   forms = [
     keys
     for keys in (("tokens",), ("text",), ("prompt", "response"))
     if isinstance(row, dict) and any(key in row for key in keys)
   ]
+  if forms == [("prompt", "response")] and prompt_alone and "response" not in row:
+    forms = [("prompt",)]
   if len(forms) != 1 or not all(key in row for key in forms[0]):
-    raise ValueError('a line must be a JSON object with either "tokens", or "text", or "prompt" and "response".')
+    raise ValueError(
+      'a line must be a JSON object with either "tokens", or "text", or "prompt" and "response" (with --greedy, '
+      '"prompt" may come alone).'
+    )
   wrong = [key for key in forms[0] if key != "tokens" and not isinstance(row[key], str)]
   if wrong:
     raise ValueError(f'"{wrong[0]}" must be a string, found {type(row[wrong[0]]).__name__}.')
@@ -95,6 +117,9 @@ def _example(row: Any, tokenizer: Tokenizer) -> Example:
     if not prompt:
       raise ValueError('"prompt" is empty, so the first token of the response has nothing to be predicted from.')
     return Example(row, prompt + tokenizer.encode(row["response"]), len(prompt))
+  if forms[0] == ("prompt",):
+    prompt = tokenizer.encode(row["prompt"], add_special_tokens=True)
+    return Example(row, prompt, len(prompt))
   tokens = row["tokens"]
   if not isinstance(tokens, list) or any(not isinstance(t, int) or isinstance(t, bool) for t in tokens):
     raise ValueError('"tokens" must be a list of integers.')
@@ -181,6 +206,7 @@ def score_examples(
       )
       for i, row in zip(indices, chosen, strict=False):
         results[i]["greedy"] = _up_to_stop(row.tolist(), tokenizer.stop_ids)
+        results[i]["greedy_text"] = tokenizer.decode(results[i]["greedy"])
   return results
 
 
@@ -201,7 +227,14 @@ def run(*, model: str, input_path: pathlib.Path, output_path: pathlib.Path, num_
   if not output_path.parent.is_dir():
     raise ValueError(f"--out={output_path}: the folder {output_path.parent} does not exist; make it first.")
   cfg, params, tokenizer = load_model(model, dtype=dtype)
-  examples = read_examples(input_path, tokenizer, max_tokens=cfg.max_positions - num_greedy_tokens)
+  if num_greedy_tokens >= cfg.max_positions:
+    raise ValueError(
+      f"--greedy={num_greedy_tokens} must be below {cfg.max_positions}, the positions that the model takes (a line's "
+      "own tokens need some of them); lower it."
+    )
+  examples = read_examples(
+    input_path, tokenizer, max_positions=cfg.max_positions, num_greedy_tokens=num_greedy_tokens
+  )
   console = rich.console.Console(stderr=True)
   results = score_examples(
     params, cfg, tokenizer, examples, num_greedy_tokens=num_greedy_tokens, dtype=dtype, console=console
@@ -220,10 +253,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     prog="python -m tba_jax.score", description="Log-probabilities of given text under a model."
   )
   parser.add_argument("--model", required=True, help="model folder, .gguf file, hub name, or package:NAME")
-  parser.add_argument("--input", required=True, type=pathlib.Path, help=".jsonl file to score")
+  parser.add_argument(
+    "--input", required=True, type=pathlib.Path,
+    help='.jsonl file to score: {"tokens"}, {"text"}, or {"prompt", "response"} a line',
+  )
   parser.add_argument("--out", required=True, type=pathlib.Path, help=".jsonl file to write")
   parser.add_argument(
-    "--greedy", type=int, default=0, metavar="N", help="also continue each line greedily by up to N tokens"
+    "--greedy", type=int, default=0, metavar="N",
+    help='also continue each line greedily by up to N tokens, ending with the first stop id ("greedy" and '
+    '"greedy_text"); a line may then be a "prompt" alone, of which nothing is scored',
   )
   parser.add_argument(
     "--dtype", choices=("float32", "bfloat16"), default="float32", help="of parameters and computation"

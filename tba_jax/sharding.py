@@ -61,6 +61,15 @@ PARAM_AXES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
   (r"final_norm/(scale|bias)", (None,)),
   (r"lm_head/kernel", ("embed", "vocab")),
   (r"lm_head/bias", ("vocab",)),
+  # A reward model's head.
+  (r"score/kernel", ("embed", None)),
+  (r"score/bias", (None,)),
+  # Encoders, whose layers have the names of a decoder's.
+  (r"embed/word/table", ("vocab", "embed")),
+  (r"embed/(position|token_type)/table", (None, "embed")),
+  (r"embed/norm/(scale|bias)", (None,)),
+  (r"(pooler|classifier)/kernel", ("embed", None)),
+  (r"(pooler|classifier)/bias", (None,)),
   # Adapters: like the kernels they belong to, the rank on every device.
   (r"layers/(attn/[qkv]|mlp/(gate|up))/lora_a", ("layers", "embed", None)),
   (r"layers/attn/q/lora_b", ("layers", None, "heads", "head_dim")),

@@ -20,6 +20,7 @@ from typing import Any
 # transformers says at import that PyTorch is missing, which nothing here needs.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
+import numpy as np  # noqa: E402
 import transformers  # noqa: E402
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -34,7 +35,7 @@ class Tokenizer:
   """
 
   hf: transformers.PreTrainedTokenizerFast
-  stop_ids: tuple[int, ...]  # sorted; any of them ends a response
+  stop_ids: tuple[int, ...]  # sorted; any of them ends a response; () for a model that writes none
   vocab_size: int
 
   def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
@@ -45,7 +46,31 @@ class Tokenizer:
       add_special_tokens: whether to add what the tokenizer puts around a text by itself (for some a begin-of-text id).
     Raises: ValueError if the text holds a token that the model has no embedding for.
     """
-    ids = self.hf.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+    return self._known(self.hf.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+  def encode_rows(self, texts: Sequence[str], *, max_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """A batch for an encoder: each text with what the tokenizer puts around it, its end cut off where it is too long.
+
+    Args:
+      texts: at least one.
+      max_tokens: of a row, what is put around the text included.
+    Returns: ids int32 [B, T], padded on the right with 0, and lengths int32 [B]. T is a power of two or `max_tokens`,
+      so that few shapes are compiled.
+    Raises: ValueError as `encode`.
+    """
+    backend = self.hf.backend_tokenizer
+    rows = []
+    for text in texts:
+      encoding = backend.encode(text, add_special_tokens=False)
+      encoding.truncate(max_tokens - backend.num_special_tokens_to_add(False))
+      rows.append(self._known(backend.post_process(encoding, None, True).ids))
+    lengths = np.array([len(row) for row in rows], np.int32)
+    tokens = np.zeros((len(rows), min(max_tokens, 1 << (int(lengths.max()) - 1).bit_length())), np.int32)
+    for target, row in zip(tokens, rows, strict=True):
+      target[: len(row)] = row
+    return tokens, lengths
+
+  def _known(self, ids: list[int]) -> list[int]:
     if ids and max(ids) >= self.vocab_size:
       worst = max(ids)
       raise ValueError(
@@ -95,13 +120,16 @@ class Tokenizer:
     (folder / "generation_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def make_tokenizer(hf: transformers.PreTrainedTokenizerFast, *, stop_ids: Iterable[int] = (), source: str) -> Tokenizer:
+def make_tokenizer(
+  hf: transformers.PreTrainedTokenizerFast, *, stop_ids: Iterable[int] = (), source: str, generates: bool = True
+) -> Tokenizer:
   """Wraps a transformers fast tokenizer.
 
   Args:
     hf: the tokenizer; truncation and padding that it may carry are switched off.
     stop_ids: ids that end a response beside the tokenizer's own end of text.
     source: where it came from, for error messages.
+    generates: whether its model writes text, so that something must end a response.
   Raises: ValueError if it is not a fast tokenizer, if nothing ends a response, or if a stop id is not one of its ids.
   """
   backend = getattr(hf, "backend_tokenizer", None)
@@ -116,7 +144,7 @@ def make_tokenizer(hf: transformers.PreTrainedTokenizerFast, *, stop_ids: Iterab
   stops = {int(i) for i in stop_ids}
   if hf.eos_token_id is not None:
     stops.add(int(hf.eos_token_id))
-  if not stops:
+  if generates and not stops:
     raise ValueError(
       f"{source}: the tokenizer has no eos_token and generation_config.json names no eos_token_id, so no response "
       "could ever end; give extra_stop_ids."
@@ -127,10 +155,13 @@ def make_tokenizer(hf: transformers.PreTrainedTokenizerFast, *, stop_ids: Iterab
   return Tokenizer(hf=hf, stop_ids=tuple(sorted(stops)), vocab_size=vocab_size)
 
 
-def load_tokenizer(folder: str | pathlib.Path, extra_stop_ids: Iterable[int] = ()) -> Tokenizer:
+def load_tokenizer(
+  folder: str | pathlib.Path, extra_stop_ids: Iterable[int] = (), *, generates: bool = True
+) -> Tokenizer:
   """Loads the tokenizer of a model folder.
 
-  The stop ids are its end of text, those of generation_config.json, and `extra_stop_ids`.
+  The stop ids are its end of text, those of generation_config.json, and `extra_stop_ids`; there may be none if the
+  model does not write text (`generates=False`).
 
   Never runs code from the folder and never asks the network.
   Raises: ValueError if the folder holds no tokenizer, one that cannot be read, or stop ids that are not its own.
@@ -150,7 +181,7 @@ def load_tokenizer(folder: str | pathlib.Path, extra_stop_ids: Iterable[int] = (
     hf = loader.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
   except Exception as error:  # transformers and tokenizers raise bare Exception for a damaged tokenizer.json
     raise ValueError(f"{folder}: the tokenizer cannot be loaded: {type(error).__name__}: {error}") from error
-  return make_tokenizer(hf, stop_ids=stop_ids, source=str(folder))
+  return make_tokenizer(hf, stop_ids=stop_ids, source=str(folder), generates=generates)
 
 
 def _generation_stop_ids(path: pathlib.Path) -> list[int]:

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import pathlib
 import re
+import shutil
+import signal
+import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import parity
+import signals_test
 import tiny
 import tiny_tokenizers
 from tba_jax import export
+from tba_jax.checkpoints import run_state
 from tba_jax.checkpoints.huggingface import load_model
 from tba_jax.checkpoints.model_folder import save_model_folder
 from tba_jax.checkpoints.run_state import RunState, Snapshot
@@ -66,7 +73,89 @@ def test_what_is_wrong_is_said(workdir: pathlib.Path, tmp_path: pathlib.Path, ca
   assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("step", [None, 5])
+def test_a_step_that_is_removed_while_it_is_read(workdir: pathlib.Path, tmp_path: pathlib.Path, monkeypatch, step):
+  shutil.copytree(workdir, tmp_path / "run")
+  real = run_state.ocp.PyTreeCheckpointer.restore
+
+  def restore(self, folder, **kwargs):
+    if folder.parent.name == "5":
+      shutil.rmtree(folder.parent)
+    return real(self, folder, **kwargs)
+
+  monkeypatch.setattr(run_state.ocp.PyTreeCheckpointer, "restore", restore)
+  if step is None:
+    assert export.export(tmp_path / "run", tmp_path / "out") == 2
+    found = load_model(tmp_path / "out", dtype=jnp.float32)[1]
+    jax.tree.map(np.testing.assert_array_equal, found, tiny.tiny_params(CONFIG, seed=2))
+  else:
+    with pytest.raises(ValueError, match="step=5: the run in .* removed this checkpoint while it was read"):
+      export.export(tmp_path / "run", tmp_path / "out", step=5)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_damaged_checkpoint_is_refused(workdir: pathlib.Path, tmp_path: pathlib.Path, monkeypatch):
+  shutil.copytree(workdir, tmp_path / "run")
+  monkeypatch.setattr(run_state, "_removed", lambda folder: False)  # without the wait for a removal
+  for file in (tmp_path / "run" / "checkpoints" / "5" / "train").rglob("*"):
+    if file.is_file() and "d" in file.parts[-2:-1]:
+      file.write_bytes(b"")
+  with pytest.raises(ValueError, match="step=5: the checkpoint in .* cannot be read .* take another step"):
+    export.export(tmp_path / "run", tmp_path / "out")
+  assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("umask", "modes"), [(0o022, {0o644}), (0o077, {0o600}), (0o002, {0o664})])
+def test_files_have_the_modes_that_the_umask_gives(workdir: pathlib.Path, tmp_path: pathlib.Path, umask: int, modes):
+  before = os.umask(umask)
+  try:
+    export.export(workdir, tmp_path / "out")
+  finally:
+    os.umask(before)
+  assert {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()} == modes
+  assert (tmp_path / "out").stat().st_mode & 0o777 == 0o777 & ~umask
+
+
 def test_run_without_a_checkpoint_is_refused(tmp_path: pathlib.Path):
   save_model_folder(tmp_path / "model", CONFIG, tiny_tokenizers.chat_tokenizer())
   with pytest.raises(ValueError, match="no checkpoint there; train first"):
     export.export(tmp_path, tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_exporting_while_a_run_trains_is_safe(tmp_path: pathlib.Path):
+  """Each export is one whole step of the run, though the run writes a checkpoint every step and keeps only one."""
+  transformers = parity.require("transformers")
+  parity.require("torch")
+  workdir = tmp_path / "run"
+  process = signals_test._start(
+    workdir, "--config.train.steps=100000", "--config.checkpoint.every_steps=1", "--config.checkpoint.keep=1",
+    cache=tmp_path / "xla",
+  )
+  exported, refused = {}, []
+  try:
+    signals_test._wait_for_step(process, workdir, 2)
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and len(exported) < 8:
+      out = tmp_path / f"out{len(exported)}_{len(refused)}"
+      try:
+        exported[export.export(workdir, out)] = out
+      except ValueError as error:
+        refused.append(str(error))
+    assert process.poll() is None, process.communicate()
+  finally:
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+  print(f"{len(exported)} steps exported: {sorted(exported)}; {len(refused)} refused: {refused}")
+  assert len(exported) >= 3 and all("no checkpoint there" in reason for reason in refused)
+  leaves = {}
+  for step, out in exported.items():
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not any(report.values()), report
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    leaves[step] = jax.tree.leaves(load_model(out, dtype=jnp.float32)[1])
+  steps = sorted(leaves)
+  assert all(  # every step moves every leaf a little, so a mixture of steps would be neither
+    0 < np.abs(np.asarray(x) - np.asarray(y)).max() < 1
+    for a, b in zip(steps, steps[1:]) for x, y in zip(leaves[a], leaves[b], strict=True)
+  )

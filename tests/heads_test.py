@@ -12,12 +12,10 @@ import pytest
 
 from parity import require
 import reference_models
-from tba_jax.models import hf_names, transformer
-from tba_jax.models.heads import scalar_scores, token_logprobs
-from tba_jax.models.variants import from_huggingface
+from tba_jax.models import transformer
+from tba_jax.models.heads import token_logprobs
 
 torch = require("torch")
-transformers = require("transformers")
 
 VOCAB_SIZE = 131
 
@@ -144,63 +142,3 @@ def test_logits_of_all_positions_never_exist_forward_or_backward():
 
   assert largest(16) == 16
   assert largest(10**6) == 4 * 32  # the search does see the logits
-
-
-@pytest.mark.parametrize("case", ["llama", "gpt_neox"])
-def test_reward_models_equal_those_of_transformers(case):
-  model_type, fields = reference_models.CASES[case]
-  model = reference_models.reference_model(
-    model_type, auto=transformers.AutoModelForSequenceClassification, **fields, num_labels=1, pad_token_id=0
-  )
-  cfg = from_huggingface({**model.config.to_dict(), "architectures": [type(model).__name__]})
-  tensors = {hf_names.table_name(cfg, name): tensor.numpy() for name, tensor in model.state_dict().items()}
-  params = reference_models.tree_from_tensors(cfg, {**tensors, **_any_head(cfg, tensors)})
-  (entry,) = hf_names.scalar_head(cfg, tensors)
-  params["score"] = {"kernel": jnp.asarray(entry.transform.to_tree(tensors[entry.hf_name]))}
-  lengths = np.array([12, 5])
-  tokens = np.random.default_rng(3).integers(1, VOCAB_SIZE, (2, 12)).astype(np.int32)
-  mask = (np.arange(12) < lengths[:, None]).astype(np.int32)
-  tokens = tokens * mask
-  with torch.no_grad():
-    expected = model(
-      input_ids=torch.tensor(tokens).long(), attention_mask=torch.tensor(mask).long()
-    ).logits[:, 0].numpy()
-  positions = np.broadcast_to(np.arange(12, dtype=np.int32), tokens.shape)
-  np.testing.assert_allclose(
-    scalar_scores(params, cfg, tokens, positions, mask, dtype=jnp.float32), expected, rtol=0, atol=2e-5
-  )
-  params["score"]["bias"] = jnp.asarray([1.5])
-  np.testing.assert_allclose(
-    scalar_scores(params, cfg, tokens, positions, mask, dtype=jnp.float32), expected + 1.5, rtol=0, atol=2e-5
-  )
-
-
-def _any_head(cfg, tensors):
-  """A reward model has no head over the vocabulary; the tree has a place for one."""
-  head = next(entry for entry in hf_names.hf_to_tree(cfg) if entry.path == ("lm_head", "kernel"))
-  return {head.hf_name: np.zeros(head.transform.hf_shape, np.float32)}
-
-
-def test_both_layouts_of_a_scalar_head_are_found():
-  cfg = from_huggingface(dict(
-    model_type="gpt_neox", hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=12,
-    vocab_size=9,
-  ))
-  names = [
-    "lm_backbone.gpt_neox.embed_in.weight", "lm_backbone.layers.0.mlp.dense_h_to_4h.bias", "scalar_head.weight",
-    "scalar_head.bias"
-  ]
-  tables = [hf_names.table_name(cfg, name) for name in names]
-  assert tables == [
-    "gpt_neox.embed_in.weight", "gpt_neox.layers.0.mlp.dense_h_to_4h.bias", "scalar_head.weight", "scalar_head.bias"
-  ]
-  found = hf_names.scalar_head(cfg, tables)
-  assert [(entry.hf_name, entry.path, entry.transform.hf_shape) for entry in found] == [
-    ("scalar_head.weight", ("score", "kernel"), (1, 16)), ("scalar_head.bias", ("score", "bias"), (1,)),
-  ]
-  for names in ([], ["score.weight", "scalar_head.weight"]):
-    with pytest.raises(
-      ValueError,
-      match=f"needs one of the tensors score.weight or scalar_head.weight; this checkpoint has {len(names)} of them"
-    ):
-      hf_names.scalar_head(cfg, names)

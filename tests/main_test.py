@@ -90,6 +90,13 @@ def test_bug_in_a_config_file_keeps_its_traceback(tmp_path):
   assert result.returncode == 1 and "NameError: name 'undefined_name'" in result.stderr
 
 
+def test_a_file_that_makes_no_config_is_refused_in_one_line(tmp_path):
+  for text in ("VALUE = 3\n", "get_config = {}\n"):
+    (tmp_path / "plain.py").write_text(text)
+    assert _errors(_run(f"--config={tmp_path}/plain.py", WORKDIR)) == [
+      f"--config={tmp_path}/plain.py has no function get_config, which makes the config; see configs/quickstart.py for one"]
+
+
 def test_mistakes_of_config_and_workdir_together(tmp_path):
   (tmp_path / "config.json").write_text('{"seed": 7}')
   lines = _errors(_run(QUICKSTART, f"--workdir={tmp_path}", "--config.train.micro_batches=3", "--config.loss.name=tb",

@@ -52,9 +52,11 @@ def distributions(cfg, params, tokens: Sequence[int]) -> np.ndarray:
 
 def run(folder: pathlib.Path, tmp_path: pathlib.Path, lines: Sequence[Any], *flags: str) -> list[dict[str, Any]]:
   source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-  source.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines) + "\n")
+  as_bytes = (line if isinstance(line, bytes) else line.encode() if isinstance(line, str) else json.dumps(line).encode()
+              for line in lines)
+  source.write_bytes(b"\n".join(as_bytes) + b"\n")
   score.main([f"--model={folder}", f"--input={source}", f"--out={out}", *flags])
-  return [json.loads(line) for line in out.read_text().splitlines()]
+  return [json.loads(line) for line in out.read_text().split("\n")[:-1]]
 
 
 def test_numbers_equal_one_row_at_a_time(model, tmp_path: pathlib.Path):
@@ -93,10 +95,35 @@ def test_greedy_equals_an_uncached_loop_and_ends_at_a_stop_id(model, tmp_path: p
     return chosen
 
   expected = [continued(line["tokens"]) for line in lines]
-  assert [row["greedy"] for row in run(folder, tmp_path, lines, "--greedy=12")] == expected
+  found = run(folder, tmp_path, lines, "--greedy=12")
+  assert [row["greedy"] for row in found] == expected
+  assert [row["greedy_text"] for row in found] == [
+    tokenizer.hf.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False) for ids in expected
+  ]
   assert score._up_to_stop([5, 7, 2, 9, 2], tokenizer.stop_ids) == [5, 7, 2] and score._up_to_stop(
     [5, 7], tokenizer.stop_ids
   ) == [5, 7]
+
+
+def test_a_prompt_alone_is_continued_and_not_scored(model, tmp_path: pathlib.Path, capsys):
+  folder, _, _, tokenizer = model
+  lines = [{"prompt": "How much does she"}, {"text": "How much does she"}, {"prompt": "How", "response": ""}]
+  alone, text, empty = run(folder, tmp_path, lines, "--greedy=5")
+  assert alone["tokens"] == text["tokens"] == tokenizer.encode("How much does she")
+  assert alone["greedy"] == text["greedy"] and alone["token_logprobs"] == empty["token_logprobs"] == []
+  assert len(text["token_logprobs"]) == len(text["tokens"]) - 1
+  with pytest.raises(SystemExit):
+    run(folder, tmp_path, lines[:1])
+  assert 'with --greedy, "prompt" may come alone' in capsys.readouterr().err
+  with pytest.raises(SystemExit):
+    score.main(["--help"])
+  assert '"prompt" alone, of which nothing is scored' in " ".join(capsys.readouterr().out.split())
+
+
+def test_separators_inside_a_text_do_not_end_a_line(model, tmp_path: pathlib.Path):
+  text = "a\u2028b\x85c\x0cd"
+  (row,) = run(model[0], tmp_path, [json.dumps({"text": text}, ensure_ascii=False)])
+  assert row["text"] == text
 
 
 def test_few_shapes_are_compiled(model):
@@ -117,7 +144,6 @@ def test_few_shapes_are_compiled(model):
     ("{", "in.jsonl, line 3: Expecting property name"),
     ("[1]", 'line 3: a line must be a JSON object with either "tokens", or "text"'),
     ({"texts": "a"}, 'line 3: a line must be a JSON object with either "tokens", or "text"'),
-    ({"prompt": "a"}, "line 3: a line must be a JSON object with either"),
     ({"text": "a", "tokens": [1]}, "line 3: a line must be a JSON object with either"),
     ({"text": 7}, 'line 3: "text" must be a string, found int'),
     ({"prompt": "a", "response": None}, 'line 3: "response" must be a string, found NoneType'),
@@ -126,7 +152,10 @@ def test_few_shapes_are_compiled(model):
     ({"tokens": [1, 2.5]}, 'line 3: "tokens" must be a list of integers'),
     ({"tokens": [1, 320]}, "line 3: token id 320 is outside the model's vocabulary; ids are 0 to 319"),
     ({"tokens": [1, -1]}, "line 3: token id -1 is outside"),
-    ({"tokens": [1] * 62}, "line 3: 62 tokens are more than 61"),
+    ({"tokens": [1] * 62}, "line 3: 62 tokens and --greedy=3 more are more than the 64 positions .* or lower --greedy"),
+    (b'{"text": "caf\xe9"}', r"in.jsonl, line 3: byte 14 of the line \(0xe9\) is not UTF-8; save the file in that"),
+    ({"prompt": ""}, "line 3: there are no tokens"),
+    ({"response": "a"}, "line 3: a line must be a JSON object with either"),
   ],
 )
 def test_what_is_wrong_with_a_line_is_said(model, tmp_path: pathlib.Path, capsys, line: Any, message: str):
@@ -153,6 +182,7 @@ def test_what_is_wrong_with_the_arguments_is_said(model, tmp_path: pathlib.Path)
     ({"output_path": tmp_path / "in.jsonl"}, "is the input; give another file"),
     ({"output_path": tmp_path / "no" / "out"}, "does not exist; make it first"),
     ({"num_greedy_tokens": -1}, "--greedy=-1 must be 0 or more"),
+    ({"num_greedy_tokens": 64}, "--greedy=64 must be below 64, the positions that the model takes .*; lower it"),
     ({"model": str(tmp_path / "no")}, "no does not exist"),
   ]:
     with pytest.raises(ValueError, match=message):

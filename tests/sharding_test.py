@@ -9,9 +9,10 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from tba_jax import sharding
-from tba_jax.models import transformer
-from tba_jax.models.heads import token_logprobs
-from tba_jax.models.variants import ModelConfig
+from tba_jax.models import encoder, transformer
+from tba_jax.models.encoder import EncoderConfig
+from tba_jax.models.heads import scalar_scores, token_logprobs
+from tba_jax.models.variants import FAMILIES, ModelConfig, from_huggingface
 
 MESHES = [
   dict(data=1, fsdp=1, tensor=1),
@@ -45,8 +46,106 @@ EVERY_PARAMETER = [
 
 
 def random_tree(cfg: ModelConfig, seed: int = 0):
+  return random_like(transformer.abstract_params(cfg), seed)
+
+
+def random_like(tree, seed: int = 0):
   rng = np.random.default_rng(seed)
-  return jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), transformer.abstract_params(cfg))
+  return jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), tree)
+
+
+# A small model of every family: sizes that 8 devices divide, an odd vocabulary, one, two or all kv heads.
+_SMALL = dict(
+  hidden_size=32, num_hidden_layers=2, num_attention_heads=8, intermediate_size=48, vocab_size=41,
+  max_position_embeddings=32,
+)
+_GEMMA = dict(_SMALL, head_dim=6, num_key_value_heads=1)
+_WINDOWS = dict(sliding_window=4, layer_types=["sliding_attention", "full_attention"])
+SMALL_CONFIGS = {
+  "llama": dict(_SMALL, num_key_value_heads=2, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+  "mistral": dict(_SMALL, num_key_value_heads=4, sliding_window=4),
+  "qwen2": dict(_SMALL, num_key_value_heads=2),
+  "qwen3": dict(_SMALL, num_key_value_heads=2, head_dim=6),
+  "gemma": _GEMMA,
+  "gemma2": dict(_GEMMA, query_pre_attn_scalar=6, **_WINDOWS),
+  "gemma3_text": dict(_GEMMA, query_pre_attn_scalar=6, num_key_value_heads=8, **_WINDOWS),
+  "gpt_neox": {**_SMALL, "rotary_pct": 0.5},
+  "gpt2": dict(n_embd=32, n_layer=2, n_head=8, n_inner=48, vocab_size=41, n_positions=32),
+}
+ENCODERS = ("bert", "roberta")
+
+
+def family_config(family: str) -> ModelConfig:
+  return from_huggingface({"model_type": family, **SMALL_CONFIGS[family]})
+
+
+def encoder_config(family: str) -> EncoderConfig:
+  architecture = f"{family.capitalize()}ForSequenceClassification"
+  return encoder.encoder_from_huggingface({
+    **_SMALL, "model_type": family, "architectures": [architecture], "num_labels": 3, "max_position_embeddings": 64,
+  })
+
+
+def whole_tree(name: str):
+  """Shapes of every leaf that a family, or an encoder, can have, with a reward model's head."""
+  if name in ENCODERS:
+    return encoder.abstract_params(encoder_config(name))
+  leaf = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+  return {**transformer.abstract_params(family_config(name)), "score": {"kernel": leaf(32, 1), "bias": leaf(1)}}
+
+
+def test_the_families_here_are_all_there_are():
+  assert set(SMALL_CONFIGS) == set(FAMILIES) and set(ENCODERS) == set(encoder.FAMILIES)
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_every_leaf_of_every_family_has_a_rule_and_comes_back_bitwise(sizes: dict[str, int]):
+  mesh = mesh_of(sizes)
+  for name in (*SMALL_CONFIGS, *ENCODERS):
+    params = random_like(whole_tree(name))
+    placed = jax.device_put(params, sharding.param_shardings(params, mesh))
+    leaves = zip(jax.tree_util.tree_leaves_with_path(placed), jax.tree.leaves(params), strict=True)
+    for (path, found), expected in leaves:
+      assert np.asarray(found).tobytes() == expected.tobytes(), (name, sharding.path_name(path))
+
+
+def _forward(name: str, mesh):
+  """(function of the parameters, parameters) of a family's log-probabilities and reward, or an encoder's logits."""
+  # Of the size that keeps logits at a few nats: the tolerance is of the sum of rounding, which grows with them.
+  params, rng = jax.tree.map(lambda x: 0.2 * x, random_like(whole_tree(name))), np.random.default_rng(1)
+  tokens = rng.integers(0, 41, (8, 12), dtype=np.int32)
+  lengths = rng.integers(3, 13, 8).astype(np.int32)
+  constrain = None if mesh is None else sharding.activation_constraint(mesh)
+  if name in ENCODERS:
+    cfg = encoder_config(name)
+    return lambda p: encoder.classify(p, cfg, tokens, lengths, dtype=jnp.float32), params
+  cfg = family_config(name)
+  positions = np.tile(np.arange(12, dtype=np.int32), (8, 1))
+  segments = (positions < lengths[:, None]).astype(np.int32)
+  options = dict(temperature=0.7, dtype=jnp.float32, chunk_tokens=32, constrain=constrain)
+  return lambda p: (
+    token_logprobs(p, cfg, tokens, positions, segments, **options),
+    scalar_scores(p, cfg, tokens, positions, segments, dtype=jnp.float32),
+  ), params
+
+
+# Few kv heads and sliding windows (gemma2), a fused checkpoint with biases (gpt_neox), an encoder; the rest are slow.
+FORWARD_BY_DEFAULT = {("gemma2", 6), ("gpt_neox", 4), ("bert", 7), ("llama", 7)}
+
+
+@pytest.mark.parametrize(("name", "number"), [
+  pytest.param(name, i, marks=[] if (name, i) in FORWARD_BY_DEFAULT else pytest.mark.slow)
+  for name in (*SMALL_CONFIGS, *ENCODERS) for i in range(1, len(MESHES))
+])
+def test_the_sharded_forward_of_every_family_equals_the_unsharded(name: str, number: int):
+  mesh = mesh_of(MESHES[number])
+  plain, params = _forward(name, None)
+  sharded, _ = _forward(name, mesh)
+  placed = jax.device_put(params, sharding.param_shardings(params, mesh))
+  found, expected = jax.jit(sharded)(placed), jax.jit(plain)(params)
+  assert all(np.asarray(x).std() > 0.05 for x in jax.tree.leaves(expected))
+  close = lambda a, b: np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-5)
+  jax.tree.map(close, found, expected)
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
@@ -159,23 +258,3 @@ def test_split_devices_with_sharing():
 def test_what_split_devices_refuses(asked: dict, message: str):
   with pytest.raises(ValueError, match=message):
     sharding.split_devices(list("abcdefgh"), **asked)
-
-
-@pytest.mark.parametrize("sizes", [MESHES[0], MESHES[3], MESHES[4], MESHES[6], MESHES[7]], ids=str)
-def test_sharded_forward_equals_unsharded(sizes: dict[str, int]):
-  cfg = tiny_config(qkv_bias=True)
-  # Of the size that keeps logits at a few nats: the tolerance is of the sum of rounding, which grows with them.
-  params, rng = jax.tree.map(lambda x: 0.3 * x, random_tree(cfg)), np.random.default_rng(1)
-  tokens = rng.integers(0, 41, (8, 12), dtype=np.int32)
-  positions = np.tile(np.arange(12, dtype=np.int32), (8, 1))
-  segments = (positions < rng.integers(3, 13, (8, 1))).astype(np.int32)
-
-  def forward(params, constrain):
-    options = dict(temperature=0.7, dtype=jnp.float32, chunk_tokens=32, constrain=constrain)
-    return token_logprobs(params, cfg, tokens, positions, segments, **options)
-
-  mesh = mesh_of(sizes)
-  placed = jax.device_put(params, sharding.param_shardings(params, mesh))
-  sharded = jax.jit(lambda p: forward(p, sharding.activation_constraint(mesh)))(placed)
-  plain = jax.jit(lambda p: forward(p, None))(params)
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-5), sharded, plain)

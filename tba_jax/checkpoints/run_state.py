@@ -13,6 +13,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import time
 from typing import Any
 
 from absl import logging
@@ -150,21 +151,39 @@ def load_initial(workdir: str | os.PathLike, params: Any) -> Any:
 def load_params(workdir: str | os.PathLike, abstract_params: Any, *, step: int | None = None) -> tuple[int, Any]:
   """Only the trained parameters of one step (default: the newest), while the run that writes the workdir may go on.
 
-  Raises: ValueError if the workdir has no such step.
+  Where the run removes the newest step while it is read, the then newest is read instead.
+  Raises: ValueError if the workdir has no such step, or if it cannot be read or is removed while it is.
   """
   folder = pathlib.Path(workdir).resolve() / "checkpoints"
-  with ocp.CheckpointManager(folder, options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
-    steps = sorted(manager.all_steps()) if folder.is_dir() else []
+  target = {"params": abstract_params}
+  while True:
+    with ocp.CheckpointManager(folder, options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
+      steps = sorted(manager.all_steps()) if folder.is_dir() else []
     if not steps:
       raise ValueError(f"{workdir}: no checkpoint there; train first, or give the workdir of a run")
     if step is not None and step not in steps:
       raise ValueError(f"step={step}: {workdir} has no such checkpoint; it has {steps}")
     chosen = steps[-1] if step is None else step
-  target = {"params": abstract_params}
-  with ocp.PyTreeCheckpointer() as reader:
-    got = reader.restore(folder / str(chosen) / "train", args=ocp.args.PyTreeRestore(
-        item=target, partial_restore=True, restore_args=ocp.checkpoint_utils.construct_restore_args(target)))
-  return chosen, got["params"]
+    try:
+      with ocp.PyTreeCheckpointer() as reader:
+        got = reader.restore(folder / str(chosen) / "train", args=ocp.args.PyTreeRestore(
+            item=target, partial_restore=True, restore_args=ocp.checkpoint_utils.construct_restore_args(target)))
+      return chosen, got["params"]
+    except Exception as error:  # orbax has no one error for files that are damaged, or that go away under it
+      if not _removed(folder / str(chosen)):
+        raise ValueError(f"step={chosen}: the checkpoint in {workdir} cannot be read ({type(error).__name__}: "
+                         f"{(str(error).splitlines() or [''])[0]}); take another step") from error
+      if step is not None:
+        raise ValueError(f"step={step}: the run in {workdir} removed this checkpoint while it was read; it keeps only "
+                         "its newest (checkpoint.keep) and its best") from error
+
+
+def _removed(folder: pathlib.Path, within_secs: float = 5.0) -> bool:
+  """Whether a folder goes away, as one does whose removal has begun."""
+  deadline = time.monotonic() + within_secs
+  while folder.exists() and time.monotonic() < deadline:
+    time.sleep(0.05)
+  return not folder.exists()
 
 
 def save_json_atomic(path: pathlib.Path, value: Any) -> None:

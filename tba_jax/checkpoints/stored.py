@@ -17,15 +17,19 @@ import numpy as np
 import safetensors
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_DTYPES = ("F32", "F16", "BF16")
+DTYPES = ("F32", "F16", "BF16")
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-  """One tensor of a checkpoint. `read()` brings it to the host; nothing is kept between reads."""
+  """One tensor of a checkpoint. `read()` brings it to the host; nothing is kept between reads.
+
+  `dtype` is by safetensors' names. A parameter's must be one of DTYPES; buffers that are skipped may have any.
+  """
 
   shape: tuple[int, ...]
   read: Callable[[], np.ndarray]
+  dtype: str = "F32"
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
@@ -43,7 +47,7 @@ def open_safetensors(folder: pathlib.Path) -> dict[str, StoredTensor]:
   """Lists the tensors of model.safetensors, or of the shards that model.safetensors.index.json names.
 
   Raises: ValueError if there are no such files, only pickled ones, files that are cut or damaged, a tensor in two
-    shards, an index that disagrees with its shards, or a tensor that is not float32, float16 or bfloat16.
+    shards, or an index that disagrees with its shards.
   """
   single, index = folder / _SINGLE, folder / _INDEX
   if single.is_file() and index.is_file():
@@ -96,12 +100,7 @@ def _open_file(path: pathlib.Path) -> dict[str, StoredTensor]:
     with safetensors.safe_open(path, framework="np") as file:
       for name in file.keys():
         part = file.get_slice(name)
-        if part.get_dtype() not in _DTYPES:
-          raise ValueError(
-            f"{path}: tensor {name} is of type {part.get_dtype()}; supported are {', '.join(_DTYPES)}. Quantised "
-            "checkpoints must be converted to one of these first."
-          )
-        tensors[name] = StoredTensor(tuple(part.get_shape()), _reader(path, name))
+        tensors[name] = StoredTensor(tuple(part.get_shape()), _reader(path, name), part.get_dtype())
   except safetensors.SafetensorError as error:
     raise ValueError(f"{path} is cut or damaged ({error}); copy or download it again.") from error
   return tensors

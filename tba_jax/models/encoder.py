@@ -1,7 +1,7 @@
 """BERT-like encoders (BERT, RoBERTa, MiniLM): sequence classification and sentence embeddings, for rewards and metrics.
 
 Inference only. The tree is a plain nested dict as a decoder's: "embed" (word, position, token_type tables and a norm),
-"layers" stacked on a leading axis, and, where the checkpoint has them, "pooler" and "classifier".
+"layers" stacked on a leading axis, and, for a sequence classifier, "pooler" and "classifier".
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 from flax import nnx
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from tba_jax.models import attention as attention_lib
-from tba_jax.models.hf_names import transform_of
+from tba_jax.models.fields import check_kinds
+from tba_jax.models.hf_names import HfTensor, transform_of
 from tba_jax.models.layers import Attention, Mlp, Norm
 from tba_jax.models.variants import ACTIVATION_NAMES, HARMLESS, ModelConfig, ONLY_EVERYWHERE
 
@@ -39,6 +39,8 @@ class EncoderConfig:
   position_offset: int  # row of the table at which the first token stands
   norm_eps: float
   activation: str
+  max_tokens: int  # longest row that may be encoded, special tokens included
+  labels: tuple[str, ...] = ()  # of a sequence classifier; () for a bare encoder, which has no head
 
   @property
   def block(self) -> ModelConfig:
@@ -66,17 +68,19 @@ _ONLY = {**ONLY_EVERYWHERE, "is_decoder": (False,), "position_embedding_type": (
 _HARMLESS = HARMLESS | {
   "attention_probs_dropout_prob", "hidden_dropout_prob", "tie_word_embeddings", "model_name", "directionality"
 }
+FAMILIES = ("bert", "roberta")
 _DEFAULT_PAD = {"bert": 0, "roberta": 1}
 
 
 def encoder_from_huggingface(config: Mapping[str, Any]) -> EncoderConfig:
-  """The options that a config.json stands for. Raises ValueError for another model_type, unknown fields and maths we
-  do not have.
+  """The options that a config.json stands for. Raises ValueError for another model_type or architecture, unknown fields
+  and maths we do not have.
   """
+  check_kinds(config)
   family = config["model_type"] if "model_type" in config else None
-  if family not in _DEFAULT_PAD:
+  if family not in FAMILIES:
     raise ValueError(
-      f"model_type={family!r} is no encoder that is supported; it must be one of {', '.join(sorted(_DEFAULT_PAD))}."
+      f"model_type={family!r} is no encoder that is supported; it must be one of {', '.join(FAMILIES)}."
     )
   unknown = sorted(set(config) - {*_FIELDS, *_ONLY, *_HARMLESS})
   if unknown:
@@ -95,9 +99,36 @@ def encoder_from_huggingface(config: Mapping[str, Any]) -> EncoderConfig:
   if options["activation"] not in ACTIVATION_NAMES:
     raise ValueError(f"hidden_act={options['activation']!r} is not supported.")
   options["activation"] = ACTIVATION_NAMES[options["activation"]]
+  if options["hidden_size"] % options["num_heads"]:
+    raise ValueError(
+      f"hidden_size={options['hidden_size']} must be a multiple of num_attention_heads={options['num_heads']}."
+    )
   pad = config["pad_token_id"] if "pad_token_id" in config else _DEFAULT_PAD[family]
   # RoBERTa counts positions from the row after that of its padding token.
-  return EncoderConfig(family=family, position_offset=pad + 1 if family == "roberta" else 0, **options)
+  offset = pad + 1 if family == "roberta" else 0
+  return EncoderConfig(
+    family=family, position_offset=offset, max_tokens=options["max_positions"] - offset,
+    labels=_labels(family, config), **options,
+  )
+
+
+def _labels(family: str, config: Mapping[str, Any]) -> tuple[str, ...]:
+  """Names of a sequence classifier's outputs, in their order; () for a model without that head."""
+  stem = {"bert": "Bert", "roberta": "Roberta"}[family]
+  architectures = (config["architectures"] if "architectures" in config else None) or [f"{stem}Model"]
+  classifier = f"{stem}ForSequenceClassification"
+  allowed = {f"{stem}Model", f"{stem}ForMaskedLM", f"{stem}ForPreTraining", classifier}
+  if not set(architectures) <= allowed:
+    raise ValueError(
+      f"config.json has architectures={list(architectures)}; a {family} encoder here takes "
+      f"{', '.join(sorted(allowed))}."
+    )
+  if classifier not in architectures:
+    return ()
+  if "id2label" in config and config["id2label"] is not None:
+    return tuple(name for _, name in sorted((int(i), name) for i, name in config["id2label"].items()))
+  number = config["num_labels"] if "num_labels" in config else 2  # as transformers assumes
+  return tuple(f"LABEL_{i}" for i in range(number))
 
 
 class EncoderBlock(nnx.Module):
@@ -132,8 +163,7 @@ def encode(params: Params, cfg: EncoderConfig, tokens: jax.Array, lengths: jax.A
   num_tokens = tokens.shape[1]
   if num_tokens + cfg.position_offset > cfg.max_positions:
     raise ValueError(
-      f"rows of {num_tokens} tokens are too long for this encoder, which takes "
-      f"{cfg.max_positions - cfg.position_offset}; cut them first."
+      f"rows of {num_tokens} tokens are too long for this encoder, which takes {cfg.max_tokens}; cut them first."
     )
   block_def, norm_def = _graphdefs(cfg)
   embed = params["embed"]
@@ -204,57 +234,53 @@ _HEAD_NAMES = {
   "bert": {"pooler": "pooler.dense", "classifier": "classifier"},
   "roberta": {"pooler": "classifier.dense", "classifier": "classifier.out_proj"},
 }
-# Other tasks' heads and buffers.
-_UNUSED = ("cls.", "lm_head.", "embeddings.position_ids", "embeddings.token_type_ids")
+# Other tasks' heads and buffers. A pooler belongs to the classifier; without one nothing here reads it.
+_UNUSED = ("cls.", "lm_head.", "embeddings.position_ids", "embeddings.token_type_ids", "pooler.")
 
 
-def encoder_params(
-  cfg: EncoderConfig, tensors: Mapping[str, np.ndarray], dtype: jax.typing.DTypeLike = np.float32
-) -> Params:
-  """Our tree, on the host, out of a checkpoint's tensors.
+def table_name(cfg: EncoderConfig, hf_name: str) -> str:
+  """The name under which `encoder_tensors` has a checkpoint's tensor: without the model's prefix, norms spelt newly."""
+  name = hf_name.removeprefix(f"{cfg.family}.")
+  return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
 
-  Args:
-    tensors: by the names of transformers, with or without the model's prefix; heads of other tasks are left aside.
-  Raises: ValueError for a tensor that is missing, unknown or misshapen.
-  """
-  unused = (*_UNUSED, "pooler.") if cfg.family == "roberta" else _UNUSED
-  named = {}
-  for name, tensor in tensors.items():
-    name = name.removeprefix(f"{cfg.family}.").replace(
-      "LayerNorm.gamma", "LayerNorm.weight"
-    ).replace("LayerNorm.beta", "LayerNorm.bias")
-    if not name.startswith(unused):
-      named[name] = tensor
-  shapes = jax.eval_shape(lambda: nnx.to_pure_dict(nnx.state(EncoderBlock(cfg, nnx.Rngs(0)), nnx.Param)))
+
+def is_unused(cfg: EncoderConfig, hf_name: str) -> bool:
+  """Whether a tensor that `encoder_tensors` does not name is of another task, or a buffer, and to be skipped."""
+  return table_name(cfg, hf_name).startswith(_UNUSED)
+
+
+def encoder_tensors(cfg: EncoderConfig) -> list[HfTensor]:
+  """All tensors of a checkpoint of this encoder, one entry per leaf and layer."""
+  block = jax.eval_shape(lambda: nnx.to_pure_dict(nnx.state(EncoderBlock(cfg, nnx.Rngs(0)), nnx.Param)))
   width = cfg.hidden_size
   rows = {"word": cfg.vocab_size, "position": cfg.max_positions, "token_type": cfg.num_token_types}
-  flat: dict[str, np.ndarray] = {}
-
-  def take(name: str, kind: str, shape: tuple[int, ...]) -> np.ndarray:
-    if name not in named:
-      raise ValueError(f"the checkpoint has no tensor {name!r}, which a {cfg.family} encoder needs.")
-    try:
-      return transform_of(kind, shape).to_tree(named.pop(name)).astype(dtype)
-    except ValueError as error:
-      raise ValueError(f"{name}: {error}") from error
-
+  entries = []
   for name, path, kind in _EMBED_NAMES:
     part = path.split("/")[1]
-    flat[path] = take(name, kind, (rows[part], width) if part in rows else (width,))
+    entries.append(_entry(name, path, None, kind, (rows[part], width) if part in rows else (width,)))
   for name, path, kind in _LAYER_NAMES:
-    shape = functools.reduce(lambda node, key: node[key], path.split("/"), shapes).shape
-    flat[f"layers/{path}"] = np.stack([take(f"encoder.layer.{i}.{name}", kind, shape) for i in range(cfg.num_layers)])
-  for part, prefix in _HEAD_NAMES[cfg.family].items():
-    if f"{prefix}.weight" in named:
-      size = width if part == "pooler" else named[f"{prefix}.weight"].shape[0]
-      flat[f"{part}/kernel"] = take(f"{prefix}.weight", "swap", (width, size))
-      flat[f"{part}/bias"] = take(f"{prefix}.bias", "same", (size,))
-  if named:
-    raise ValueError(
-      f"the checkpoint has tensors that are no part of a {cfg.family} encoder: {', '.join(sorted(named)[:5])}."
-    )
+    shape = functools.reduce(lambda node, key: node[key], path.split("/"), block).shape
+    for i in range(cfg.num_layers):
+      entries.append(_entry(f"encoder.layer.{i}.{name}", f"layers/{path}", i, kind, shape))
+  if cfg.labels:
+    for part, size in (("pooler", width), ("classifier", len(cfg.labels))):
+      prefix = _HEAD_NAMES[cfg.family][part]
+      entries.append(_entry(f"{prefix}.weight", f"{part}/kernel", None, "swap", (width, size)))
+      entries.append(_entry(f"{prefix}.bias", f"{part}/bias", None, "same", (size,)))
+  return entries
+
+
+def _entry(hf_name: str, path: str, layer: int | None, kind: str, shape: tuple[int, ...]) -> HfTensor:
+  return HfTensor(hf_name, tuple(path.split("/")), layer, transform_of(kind, shape))
+
+
+def abstract_params(cfg: EncoderConfig, dtype: jax.typing.DTypeLike = jnp.float32) -> Params:
+  """The shapes and dtypes of an encoder's parameters."""
   tree: Params = {}
-  for path, leaf in flat.items():
-    *folders, last = path.split("/")
-    functools.reduce(lambda node, key: node.setdefault(key, {}), folders, tree)[last] = leaf
+  for entry in encoder_tensors(cfg):
+    shape = entry.transform.tree_shape
+    shape = shape if entry.layer is None else (cfg.num_layers, *shape)
+    *folders, last = entry.path
+    node = functools.reduce(lambda node, key: node.setdefault(key, {}), folders, tree)
+    node[last] = jax.ShapeDtypeStruct(shape, dtype)
   return tree

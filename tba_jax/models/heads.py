@@ -72,7 +72,9 @@ def _chunked_head(params: Params, cfg: ModelConfig, hidden: jax.Array, targets: 
 
 def scalar_scores(params: Params, cfg: ModelConfig, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array, *,
                   dtype: jax.typing.DTypeLike, backend: str = "xla") -> jax.Array:
-  """A reward model's score of each row, read at the row's last token.
+  """A reward model's score of each row, read at the row's last token that is not `cfg.score_pad_id`.
+
+  So it was trained: where the padding id is the end of text as well, the score is that of the token before the end.
 
   Args:
     params: stacked layers and "score", a "kernel" [D, 1] and perhaps a "bias" [1]; no head over the vocabulary is read.
@@ -81,7 +83,10 @@ def scalar_scores(params: Params, cfg: ModelConfig, tokens: jax.Array, positions
   Returns: float32 [B].
   """
   hidden = hidden_states(params, cfg, tokens, positions, segment_ids, dtype=dtype, backend=backend)
-  last = jnp.max(jnp.where(segment_ids > 0, jnp.arange(tokens.shape[1]), 0), axis=1)
+  read = segment_ids > 0
+  if cfg.score_pad_id is not None:
+    read &= tokens != cfg.score_pad_id
+  last = jnp.max(jnp.where(read, jnp.arange(tokens.shape[1]), 0), axis=1)
   hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0].astype(jnp.float32)
   score = hidden @ params["score"]["kernel"].astype(jnp.float32)
   return (score + params["score"]["bias"] if "bias" in params["score"] else score)[:, 0]

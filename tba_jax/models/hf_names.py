@@ -7,9 +7,10 @@ appears once per part.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import re
+from typing import Any
 
 import jax
 import numpy as np
@@ -224,19 +225,29 @@ def hf_to_tree(cfg: ModelConfig) -> list[HfTensor]:
   return entries
 
 
-def scalar_head(cfg: ModelConfig, hf_names: Collection[str]) -> list[HfTensor]:
+def scalar_head(cfg: ModelConfig, stored: Mapping[str, Any], *, source: str) -> list[HfTensor]:
   """The tensors of a reward model's scalar head, leaves score/kernel [D, 1] and score/bias [1], by the names that are
   there.
 
-  Raises: ValueError if neither layout, or more than one, is there.
+  Args:
+    stored: anything with a `shape`, by name.
+    source: for error messages.
+  Raises: ValueError if neither layout, or more than one, is there, or if there are several scores.
   """
-  found = [names for names in SCALAR_HEADS if names[0] in hf_names]
+  found = [names for names in SCALAR_HEADS if names[0] in stored]
   if len(found) != 1:
     layouts = " or ".join(names[0] for names in SCALAR_HEADS)
-    raise ValueError(f"a reward model needs one of the tensors {layouts}; this checkpoint has {len(found)} of them.")
+    raise ValueError(
+      f"{source}: a reward model needs one of the tensors {layouts}; this checkpoint has {len(found)} of them."
+    )
   weight, bias = found[0]
+  if tuple(stored[weight].shape) != (1, cfg.hidden_size):
+    raise ValueError(
+      f"{source}: tensor {weight} has shape {tuple(stored[weight].shape)}, but a reward model of this config has one "
+      f"score, {(1, cfg.hidden_size)}; a classifier of several labels is none."
+    )
   entries = [HfTensor(weight, ("score", "kernel"), None, transform_of("swap", (cfg.hidden_size, 1)))]
-  return entries + ([HfTensor(bias, ("score", "bias"), None, transform_of("same", (1,)))] if bias in hf_names else [])
+  return entries + ([HfTensor(bias, ("score", "bias"), None, transform_of("same", (1,)))] if bias in stored else [])
 
 
 def is_extra(cfg: ModelConfig, hf_name: str) -> bool:

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tba_jax.models.fields import check_kinds
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
@@ -72,6 +74,7 @@ def read(style: str, config: Mapping[str, Any], *, default_theta: float, head_di
   options: dict[str, Any] = {}
   if style == "by_layer_type":
     local = outer.pop("rope_local_base_freq", 10000.0)
+    check_kinds(parameters)
     if "full_attention" in parameters or "sliding_attention" in parameters:
       sliding = {"rope_type": "default", "rope_theta": local, **(parameters.pop("sliding_attention", None) or {})}
       full = dict(parameters.pop("full_attention", None) or {})
@@ -80,9 +83,12 @@ def read(style: str, config: Mapping[str, Any], *, default_theta: float, head_di
           f"config.json has rope_parameters {sliding} for sliding layers and {parameters} beside the layer types; "
           "sliding layers here take a rope_theta and rope_type 'default' only."
         )
+      check_kinds(sliding)
       local, parameters = sliding["rope_theta"], full
     if any_sliding:
       options["rope_local_theta"] = float(local)
+  for part in (scaling, parameters):
+    check_kinds(part)
   merged = _merge(_merge(_merge({}, outer), scaling), parameters)
   if style == "partial":
     partial = merged.pop("partial_rotary_factor", 0.25)

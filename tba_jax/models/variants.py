@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tba_jax.models import rope
+from tba_jax.models.fields import check_kinds
 from tba_jax.models.rope import RopeScaling
 
 
@@ -55,6 +56,7 @@ class ModelConfig:
   scale_embeddings: bool = False  # multiply them by sqrt(D)
   attn_softcap: float | None = None
   final_softcap: float | None = None
+  score_pad_id: int | None = None  # of a reward model: its score is read at the last token that is not this one
 
   def __post_init__(self):
     if not 0 < self.vocab_size <= self.num_embeddings:
@@ -94,6 +96,8 @@ class Family:
   rope_theta: float = 10000.0  # assumed where config.json is silent
   windows: str = "none"  # none | all layers | upper: those from max_window_layers on | pattern: all but every n-th
   window_pattern: int = 0  # n of the pattern that is assumed where config.json is silent
+  pad_id: int | None = None  # assumed where config.json is silent; only a reward model reads it
+  stem: str = ""  # of the names of its other architectures, where it is not that of `architecture`
 
 
 _FIELDS = {
@@ -160,6 +164,7 @@ FAMILIES: dict[str, Family] = {
     architecture="GemmaForCausalLM",
     fields={**_FIELDS, **_ATTENTION_BIAS},
     defaults={**_GEMMA_DEFAULTS, "hidden_act": "gelu_pytorch_tanh"},
+    pad_id=0,
     fixed=_GEMMA_FIXED,
     only={**_GEMMA_ONLY, "hidden_act": ("gelu", "gelu_pytorch_tanh"), "hidden_activation": (None, "gelu_pytorch_tanh")},
   ),
@@ -167,6 +172,7 @@ FAMILIES: dict[str, Family] = {
     architecture="Gemma2ForCausalLM",
     fields={**_GEMMA2_FIELDS, "attn_logit_softcapping": ("attn_softcap",)},
     defaults={**_GEMMA2_DEFAULTS, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
+    pad_id=0,
     fixed={**_GEMMA_FIXED, "post_norms": True},
     only={**_GEMMA_ONLY, "hidden_act": ("gelu_pytorch_tanh",)},
     windows="pattern",
@@ -174,8 +180,10 @@ FAMILIES: dict[str, Family] = {
   ),
   "gemma3_text": Family(
     architecture="Gemma3ForCausalLM",
+    stem="Gemma3Text",
     fields=_GEMMA2_FIELDS,
     defaults={**_GEMMA2_DEFAULTS, "max_position_embeddings": 131072, "final_logit_softcapping": None},
+    pad_id=0,
     fixed={**_GEMMA_FIXED, "post_norms": True, "qk_norm": True},
     only={**_GEMMA_ONLY, "attn_logit_softcapping": (None,), "hidden_act": ("gelu_pytorch_tanh",)},
     rope="by_layer_type",
@@ -282,6 +290,7 @@ def from_huggingface(config: Mapping[str, Any]) -> ModelConfig:
       f"{', '.join(f'{k}={config[k]!r}' for k in unknown)}. "
       "They may change the model; if they cannot, add them to HARMLESS in models/variants.py."
     )
+  check_kinds({field: value for field, value in config.items() if field not in family.only})
   for field, allowed in {**ONLY_EVERYWHERE, **family.only}.items():
     if field in config and config[field] not in allowed:
       raise ValueError(f"config.json has {field}={config[field]!r}; a {name} model here takes only {_either(allowed)}.")
@@ -295,16 +304,22 @@ def from_huggingface(config: Mapping[str, Any]) -> ModelConfig:
   return _complete(name, family, options, config)
 
 
+def pad_id(config: Mapping[str, Any]) -> int | None:
+  """The padding id of a config.json that `from_huggingface` has accepted, which decides where a reward is read."""
+  return config["pad_token_id"] if "pad_token_id" in config else FAMILIES[config["model_type"]].pad_id
+
+
 def _family_of(config: Mapping[str, Any]) -> tuple[str, Family]:
   if "model_type" not in config:
     raise ValueError("config.json has no model_type, so its family is unknown.")
+  check_kinds({key: config[key] for key in ("model_type", "architectures") if key in config})
   name = config["model_type"]
   if name not in FAMILIES:
     raise ValueError(f"model_type={name!r} is not supported; it must be one of {', '.join(sorted(FAMILIES))}.")
   family = FAMILIES[name]
   architectures = config["architectures"] if "architectures" in config else None
-  stem = family.architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
-  allowed = {family.architecture, f"{stem}Model", f"{stem}ForSequenceClassification", f"{stem}ForTokenClassification"}
+  stem = family.stem or family.architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+  allowed = {family.architecture, f"{stem}Model", f"{stem}ForSequenceClassification"}
   if architectures and not set(architectures) <= allowed:
     raise ValueError(
       f"config.json has architectures={list(architectures)}; model_type={name!r} takes {_either(sorted(allowed))}."
