@@ -55,6 +55,32 @@ def model_config(config: ConfigDict) -> ModelConfig:
   return cfg
 
 
+class ExtraModel(NamedTuple):
+  """A model that each searcher of a task keeps beside the policy and its reference."""
+
+  name: str
+  cfg: ModelConfig
+  dtype: Any
+
+
+def extra_models(config: ConfigDict) -> tuple[ExtraModel, ...]:
+  """Architectures of the models that the task's arguments name, as reward_model=PATH; without weights.
+
+  An argument whose name ends in _model names one. Its dtype is that of the argument X_dtype with an X that occurs in the
+  name, or else that of sampling. Raises ConfigError if a model is not to be had.
+  """
+  args = config.task_args.to_dict()
+  dtypes = {name.removesuffix("_dtype"): value for name, value in args.items() if name.endswith("_dtype")}
+  found = []
+  for name, path in sorted(args.items()):
+    if name.endswith("_model") and path:
+      with as_config_error(f"task_args.{name}={path!r}"):
+        cfg = read_model_config(path)
+      dtype = next((dtype for part, dtype in dtypes.items() if part in name), config.sample.dtype)
+      found.append(ExtraModel(name.replace("_", " "), cfg, jnp.dtype(dtype)))
+  return tuple(found)
+
+
 def build_model_and_task(
     config: ConfigDict, folder: pathlib.Path, mesh: Mesh, run_state: RunState, stop: StopFlag
 ) -> tuple[ModelConfig, Task, Any] | None:

@@ -172,7 +172,7 @@ def init_train_state(params: Any, optimizer: Optimizer, *, mesh: Mesh | None = N
   if mesh is not None:
     params = jax.device_put(params, sharding.param_shardings(params, mesh))
   layout = jax.tree.map(lambda leaf: leaf.sharding, params)
-  create = functools.partial(_fresh_state, optimizer=optimizer)
+  create = functools.partial(fresh_state, optimizer=optimizer)
   abstract = jax.eval_shape(create, params)
   if isinstance(jax.tree.leaves(layout)[0], NamedSharding):
     out = sharding.state_shardings(abstract, params, layout, jax.tree.leaves(layout)[0].mesh)
@@ -185,7 +185,7 @@ def init_train_state(params: Any, optimizer: Optimizer, *, mesh: Mesh | None = N
   return rest._replace(params=float32)
 
 
-def _fresh_state(params: Any, *, optimizer: Optimizer) -> TrainState:
+def fresh_state(params: Any, *, optimizer: Optimizer) -> TrainState:
   params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
   return TrainState(params, optimizer.init(params), jnp.int32(0), jnp.int32(0), jnp.int32(0))
 
@@ -283,7 +283,7 @@ def make_train_step(
     return jax.jit(step, donate_argnums=0)
   base = transformer.abstract_params(cfg, jnp.float32)
   trained = base if lora is None else lora_lib.abstract_adapters(cfg, settings=lora)
-  abstract = jax.eval_shape(functools.partial(_fresh_state, optimizer=optimizer), trained)
+  abstract = jax.eval_shape(functools.partial(fresh_state, optimizer=optimizer), trained)
   params_out = sharding.param_shardings(abstract.params, mesh)
   state_out = sharding.state_shardings(abstract, abstract.params, params_out, mesh)
   replicated = NamedSharding(mesh, PartitionSpec())

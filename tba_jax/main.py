@@ -98,14 +98,18 @@ def _key_problem(name: str, values: Mapping[str, Any]) -> str | None:
   return None
 
 
-def parse_flags(argv: Sequence[str]) -> list[str]:
+def parse_flags(
+  argv: Sequence[str], *, own: Sequence[str] = _OWN_FLAGS, usage: str | None = __doc__, needs_workdir: bool = True
+) -> list[str]:
   """Reads the flags, or ends with exit code 2 and every mistake among them. Returns argv[:1]: only flags are allowed.
+
+  `own`: the flags that are no keys of the config; `usage` heads them in the help.
 
   absl and ml_collections stop at the first mistake, each in its own words. So names of keys are checked here against
   the config, and a value of the wrong type is noted and taken out before the rest is read.
   """
   if any(_name(argument) in ("help", "helpfull", "helpshort") for argument in argv):
-    print(__doc__, *(f"  --{name}: {flags.FLAGS[name].help}" for name in _OWN_FLAGS), sep="\n")
+    print(usage, *(f"  --{name}: {flags.FLAGS[name].help}" for name in own), sep="\n")
     sys.exit(0)
   argv, path = _config_first(argv)
   values = config_schema.flatten(_load_config(path))
@@ -123,24 +127,24 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
     try:
       rest = flags.FLAGS(argv)
     except flags.Error as error:
-      line, culprits = _explain(error, argv)
+      line, culprits = _explain(error, argv, own)
       problems.append(line)
       argv = [argument for argument in argv if argument not in culprits]
       if not culprits:
         break
   if not problems:
     problems += [f"argument {extra!r} is not a flag; write --name=value" for extra in rest[1:]]
-    if not _WORKDIR.value and not (_PRINT_CONFIG.value or _DRY_RUN.value):
+    if needs_workdir and not _WORKDIR.value and not (_PRINT_CONFIG.value or _DRY_RUN.value):
       problems.append("--workdir is missing; give a folder for the run's files, for example --workdir=runs/quickstart")
   if problems:
     fail(problems)
   return rest
 
 
-def _explain(error: flags.Error, argv: Sequence[str]) -> tuple[str, list[str]]:
+def _explain(error: flags.Error, argv: Sequence[str], own: Sequence[str]) -> tuple[str, list[str]]:
   """One line about a flag that could not be read, and the arguments to take out so that the rest can be."""
   if isinstance(error, flags.UnrecognizedFlagError):
-    line = f"--{error.flagname} is not a flag" + config_schema.nearest(error.flagname, _OWN_FLAGS, prefix="--")
+    line = f"--{error.flagname} is not a flag" + config_schema.nearest(error.flagname, own, prefix="--")
     return line, [argument for argument in argv[1:] if _name(argument) == error.flagname]
   found = re.match(r"flag --([^=]+)=(.*?): (.*)", str(error), re.DOTALL)
   if not found:
@@ -150,6 +154,16 @@ def _explain(error: flags.Error, argv: Sequence[str]) -> tuple[str, list[str]]:
   rule = config_schema.rule_of(key) if key != name else None
   line = f"--{name}={value} must be {rule.text}" if rule else f"--{name}={value}: {reason}"
   return line, [argument for argument in argv[1:] if argument.lstrip("-") == f"{name}={value}"]
+
+
+def config_of_flags() -> Any:
+  """The config that `parse_flags` read."""
+  return _CONFIG.value
+
+
+def config_path(argv: Sequence[str]) -> str:
+  """FILE[:ARGUMENT] of --config."""
+  return _config_first(argv)[1] or ""
 
 
 # --- Before jax looks for devices ---
@@ -168,10 +182,14 @@ def set_up_jax(devices: Any) -> None:
   if num_cpu_devices:
     jax.config.update("jax_num_cpu_devices", num_cpu_devices)
   if jax.config.jax_compilation_cache_dir is None:
-    in_home = pathlib.Path.home() / ".cache"
-    root = pathlib.Path(os.environ["XDG_CACHE_HOME"]) if "XDG_CACHE_HOME" in os.environ else in_home
-    jax.config.update("jax_compilation_cache_dir", str(root / "tba_jax" / "xla" / platform.node()))
+    jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla" / platform.node()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+
+
+def cache_folder() -> pathlib.Path:
+  """The user's cache folder ($XDG_CACHE_HOME or ~/.cache) under tba_jax. Nothing in it is needed."""
+  in_home = pathlib.Path.home() / ".cache"
+  return (pathlib.Path(os.environ["XDG_CACHE_HOME"]) if "XDG_CACHE_HOME" in os.environ else in_home) / "tba_jax"
 
 
 def _dry_run(config: Any) -> str:

@@ -21,8 +21,8 @@ _QWEN25_7B = {
   "num_key_value_heads": 4, "intermediate_size": 18944, "tie_word_embeddings": False,
 }
 _LLAMA3 = {
-  "model_type": "llama", "vocab_size": 128256, "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
-  "max_position_embeddings": 131072, "rope_theta": 500000.0,
+  "model_type": "llama", "vocab_size": 128256, "num_attention_heads": 32, "num_key_value_heads": 8,
+  "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "rope_theta": 500000.0,
 }
 _LLAMA3_ROPE = {
   "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,

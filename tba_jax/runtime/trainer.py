@@ -91,7 +91,7 @@ class Trainer:
     shapes = batch_shapes(num_responses=num_responses, row_multiple=self._row_multiple, length_buckets=self._length_buckets)
     for done, shape in enumerate(shapes):
       on_program(done, len(shapes))
-      self._program(_abstract_batch(shape, self._placement))
+      self._program(abstract_batch(shape, self._placement))
     on_program(len(shapes), len(shapes))
 
   def _program(self, batch: Batch) -> Any:
@@ -148,7 +148,7 @@ _PER_TOKEN = {"tokens": np.int32, "positions": np.int32, "segment_ids": np.int32
 _PER_RESPONSE = {"rewards": np.float32, "group_ids": np.int32, "valid": np.bool_, "truncated": np.bool_, "weights": np.float32}
 
 
-def _abstract_batch(shape: BatchShape, placement: Batch) -> Batch:
+def abstract_batch(shape: BatchShape, placement: Batch) -> Batch:
   """Shapes, dtypes and shardings of a batch."""
 
   def leaf(name: str) -> jax.ShapeDtypeStruct:

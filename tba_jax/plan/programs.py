@@ -1,0 +1,205 @@
+"""The jitted programs that a run uses, with shapes and shardings in place of arrays, and what stays in memory.
+
+With build.py and train.py this is what reads the config. The functions are those of the run, made by build.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from ml_collections import ConfigDict
+
+from tba_jax import build, learner, sharding
+from tba_jax.models import lora as lora_lib
+from tba_jax.models import transformer
+from tba_jax.models.variants import ModelConfig
+from tba_jax.replay.collate import BatchShape, batch_shapes
+from tba_jax.runtime.trainer import abstract_batch
+from tba_jax.sampling import decode
+from tba_jax.sampling.buckets import power_of_two_buckets
+
+
+class Resident(NamedTuple):
+  """Something that stays in a device's memory for the whole run."""
+
+  content: str
+  device_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+  """One jitted function at one shape.
+
+  `variants`: how many programs of its kind a run compiles, one for each declared shape; this is the largest.
+  `unknown_trips`: how often its loops without a constant bound run.
+  """
+
+  name: str
+  lower: Callable[[], Any]
+  variants: int
+  unknown_trips: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+  """A trainer or a searcher: what it keeps, what it runs, and the size of what is published to it (or by it)."""
+
+  residents: tuple[Resident, ...]
+  programs: tuple[Program, ...]
+  published_bytes: int  # on each of its devices
+
+
+def trainer_part(config: ConfigDict, cfg: ModelConfig, devices: Sequence[jax.Device]) -> Part:
+  """The trainer on these devices: the train step at its largest batch, and the conversion of what is published."""
+  mesh = sharding.make_mesh(devices)
+  lora, train = build.lora_settings(config), config.train
+  step, optimizer = build.make_step(config, cfg, mesh)
+  whole = transformer.abstract_params(cfg, build.param_dtype(config))
+  base = _put(whole, sharding.param_shardings(whole, mesh))
+  trained = whole if lora is None else lora_lib.abstract_adapters(cfg, settings=lora)
+  state = jax.eval_shape(functools.partial(learner.fresh_state, optimizer=optimizer), trained)
+  state = _put(state, sharding.state_shardings(state, trained, sharding.param_shardings(trained, mesh), mesh))
+  batch = abstract_batch(largest_batch(config, len(devices)), sharding.batch_sharding(mesh))
+  beta = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
+  frozen = () if lora is None else (base,)
+  residents = [
+    Resident("parameters" if lora is None else "adapters", _bytes(state.params)),
+    Resident("optimizer state", _bytes(state.opt_state)),
+    Resident("batches, one ahead", 2 * _bytes(batch)),
+  ]
+  programs = [
+    Program("train step", lambda: step.lower(state, batch, beta, *frozen), len(train.length_buckets)),
+  ]
+  if lora is None:
+    convert = build.make_convert(jnp.dtype(config.sample.dtype))
+    # Where the compiler lays the copy out is known after the compile; it is split like what it is made of.
+    published = _put(_cast(whole, config.sample.dtype), sharding.param_shardings(whole, mesh))
+    programs.append(Program("publish", lambda: convert.lower(state.params), 1))
+  else:
+    published = state.params
+    residents.insert(0, Resident("frozen base", _bytes(base)))
+  residents.append(Resident("copy being published", _bytes(published)))
+  return Part(tuple(residents), tuple(programs), _bytes(published))
+
+
+def largest_batch(config: ConfigDict, num_devices: int) -> BatchShape:
+  """The largest batch that a step is compiled for."""
+  return max(all_batches(config, num_devices), key=lambda shape: shape.num_rows * shape.row_tokens)
+
+
+def all_batches(config: ConfigDict, num_devices: int) -> tuple[BatchShape, ...]:
+  """Every batch that a step is compiled for, on a trainer of `num_devices`."""
+  train = config.train
+  return batch_shapes(
+    num_responses=train.prompts_per_step * train.responses_per_prompt, row_multiple=train.micro_batches * num_devices,
+    length_buckets=train.length_buckets,
+  )
+
+
+def searcher_part(config: ConfigDict, cfg: ModelConfig, devices: Sequence[jax.Device]) -> Part:
+  """A searcher on these devices: a chunk of decoding, prefill and refill of slots, scoring, at their largest shapes."""
+  sample, place = config.sample, build.place_searcher(cfg, devices)
+  lora, dtype = build.lora_settings(config), jnp.dtype(sample.dtype)
+  whole = _cast(transformer.abstract_params(cfg), dtype)
+  weights = _put(jax.eval_shape(transformer.unstack, whole), place.weights)
+  reference = _put(whole, place.reference)
+  slots, one = engine_shapes(config), place.mesh is None
+  shardings = None if one else decode.slot_shardings(place.mesh, cfg)
+  everywhere = SingleDeviceSharding(devices[0]) if one else NamedSharding(place.mesh, PartitionSpec())
+  state = jax.eval_shape(functools.partial(
+    decode.init_state, cfg, slots=sample.slots, cache_tokens=slots.cache_tokens, dtype=dtype))
+  rows, cache = (everywhere, everywhere) if one else (shardings.rows, shardings.cache)
+  state = _put(state._replace(cache=None), rows)._replace(cache=_put(state.cache, cache))
+  options = dict(
+    stop_ids=(cfg.vocab_size - 1,), log_mu_temperature=float(sample.temperature), filtering=False, shardings=shardings)
+  prompts = (slots.prefill_batches[-1], slots.prompt_buckets[-1])
+  ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+  prefill = functools.partial(
+    decode.prefill.lower, weights, ints(*prompts), ints(prompts[0]), cfg=cfg, dtype=dtype, shardings=shardings)
+  chunk = functools.partial(
+    decode.decode_chunk.lower, weights, state, cfg=cfg, num_tokens=sample.chunk_tokens, dtype=dtype, **options)
+  score = build.make_scorer(config, cfg, place.mesh)
+  texts = (ints(sample.responses_per_prompt, config.train.length_buckets[-1]),) * 3
+  num_prefills = len(slots.prefill_batches) * len(slots.prompt_buckets)
+  num_scores = len(config.train.length_buckets)
+  # Of the lengths of cache that a chunk may read, the whole takes most memory, though shorter ones are copied out.
+  programs = [
+    Program("decode", functools.partial(chunk, kv_length=slots.cache_tokens), len(slots.kv_buckets),
+            float(sample.chunk_tokens)),
+    Program("prefill", prefill, num_prefills),
+    Program("score", lambda: score.lower(reference, *texts), num_scores),
+  ]
+  prefix = 2 * prompts[0] * prompts[1] * _cache_bytes_per_token(cfg, dtype, len(devices))
+  residents = [
+    Resident("weights", _bytes(weights)),
+    Resident("weights that arrive", _bytes(weights)),
+    Resident("reference", _bytes(reference)),
+    Resident(f"cache of {sample.slots} slots", _bytes(state)),
+    Resident("prefilled prompts", prefix),
+  ]
+  for model in build.extra_models(config):
+    shapes = _cast(transformer.abstract_params(model.cfg), model.dtype)
+    where = everywhere if one else sharding.param_shardings(shapes, place.mesh)
+    residents.append(Resident(model.name, _bytes(_put(shapes, where))))
+  if config.eval.every_steps:  # an evaluation holds on to its version while newer ones arrive
+    residents.insert(2, Resident("weights under evaluation", _bytes(weights)))
+  moved = weights if lora is None else lora_lib.abstract_adapters(cfg, settings=lora)
+  if lora is not None:
+    moved = _put(moved, everywhere if one else sharding.param_shardings(moved, place.mesh))
+  return Part(tuple(residents), tuple(programs), _bytes(moved))
+
+
+class EngineShapes(NamedTuple):
+  """Sizes that a searcher's engine declares, by its own defaults."""
+
+  cache_tokens: int
+  prompt_buckets: tuple[int, ...]
+  prefill_batches: tuple[int, ...]
+  kv_buckets: tuple[int, ...]
+
+
+def engine_shapes(config: ConfigDict) -> EngineShapes:
+  """As `sampling.engine.Engine` chooses them for this config."""
+  sample = config.sample
+  cache_tokens = sample.max_prompt_tokens + sample.max_new_tokens
+  return EngineShapes(
+    cache_tokens, power_of_two_buckets(16, sample.max_prompt_tokens), (1, 4), power_of_two_buckets(128, cache_tokens))
+
+
+def host_bytes(config: ConfigDict) -> int:
+  """What the full replay buffer takes: per response its tokens, log_mu, log_ref, at most one prompt, and scalars."""
+  sample = config.sample
+  return config.buffer.capacity * (4 * (3 * sample.max_new_tokens + sample.max_prompt_tokens) + 100)
+
+
+def _cache_bytes_per_token(cfg: ModelConfig, dtype: Any, num_devices: int) -> int:
+  heads = cfg.num_kv_heads // num_devices if cfg.num_kv_heads % num_devices == 0 else cfg.num_kv_heads
+  return 2 * heads * cfg.head_dim * cfg.num_layers * jnp.dtype(dtype).itemsize
+
+
+def _cast(tree: Any, dtype: Any) -> Any:
+  return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype)), tree)
+
+
+def _put(tree: Any, where: Any) -> Any:
+  """The tree with shardings. `where`: a device, a sharding, or a tree of shardings."""
+  if isinstance(where, jax.Device):
+    where = SingleDeviceSharding(where)
+  if isinstance(where, Sharding):
+    where = jax.tree.map(lambda _: where, tree)
+  return jax.tree.map(lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s), tree, where)
+
+
+def _bytes(tree: Any) -> int:
+  """On each device."""
+  return sum(
+    int(np.prod(leaf.sharding.shard_shape(leaf.shape), dtype=np.int64)) * np.dtype(leaf.dtype).itemsize
+    for leaf in jax.tree.leaves(tree)
+  )
