@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
-from tba_jax import learner, metrics, sharding, supervised
+from tba_jax import config as config_lib
+from tba_jax import learner, metrics, placement, sharding, supervised
 from tba_jax.checkpoints.huggingface import load_model
 from tba_jax.checkpoints.model_folder import read_model_folder, save_model_folder
 from tba_jax.checkpoints.run_state import RunState
@@ -213,12 +214,15 @@ def build_searchers(
       max_new_tokens=sample.max_new_tokens, truncated=sample.truncated, length_buckets=tuple(train.length_buckets))
   searchers = []
   for index, place in enumerate(places):
-    engine = Engine(
-        cfg, place.device_or_mesh, slots=sample.slots, max_prompt_tokens=sample.max_prompt_tokens,
+    make_engine = functools.partial(
+        Engine, cfg, place.device_or_mesh, slots=sample.slots, max_prompt_tokens=sample.max_prompt_tokens,
         max_new_tokens=sample.max_new_tokens, chunk_tokens=sample.chunk_tokens, stop_ids=task.tokenizer.stop_ids, dtype=dtype,
-        log_mu_temperature=sample.temperature, in_flight=sample.in_flight)
+        log_mu_temperature=sample.temperature, in_flight=sample.in_flight, cache_dtype=jnp.dtype(sample.cache_dtype))
+    engine = make_engine(lane_samples=sample.lane_samples, recompute_kv=sample.recompute_kv)
     searchers.append(Searcher(
-        index=index, engine=engine, slots=sample.slots, score=make_scorer(config, cfg, place.mesh),
+        index=index, engine=engine,
+        # An evaluation has one sample a prompt, which would leave all but one slot of a lane idle.
+        eval_engine=engine if sample.lane_samples == 1 else make_engine(), slots=sample.slots, score=make_scorer(config, cfg, place.mesh),
         reference=references[index], ref_version=0, prompts=task.train_prompts(),
         reward=make_reward(task, place.device_or_mesh, for_eval=False),
         eval_reward=make_reward(task, place.device_or_mesh, for_eval=True), response_text=task.response_text, settings=settings,
@@ -252,6 +256,24 @@ def _weight_store(
     placements.append(sharding.param_shardings(abstract, place.mesh) if on_mesh else place.weights)
     expand.append(functools.partial(jax.jit(merge, out_shardings=place.weights if on_mesh else None), reference))
   return WeightStore(jax.jit(lambda tree: jax.tree.map(jnp.copy, tree)), placements, expand=expand)
+
+
+def placements(config: ConfigDict, cfg: ModelConfig, devices: Sequence[jax.Device]) -> list[placement.Placement]:
+  """What stays on which device during a run, in bytes."""
+  asked = config_lib.resolve_devices(**config.devices, num_devices=len(devices))
+  return placement.placements(
+      cfg, devices, trainer=asked.trainer, searchers=asked.searchers, per_searcher=asked.per_searcher, share=asked.share,
+      optimizer=config.train.optimizer, param_dtype=config.train.param_dtype, compute_dtype=config.train.compute_dtype,
+      sample_dtype=config.sample.dtype, cache_dtype=config.sample.cache_dtype, slots=config.sample.slots,
+      lane_samples=config.sample.lane_samples, max_prompt_tokens=config.sample.max_prompt_tokens,
+      max_new_tokens=config.sample.max_new_tokens, buffer_capacity=config.buffer.capacity, lora=lora_settings(config))
+
+
+def check_memory(config: ConfigDict, cfg: ModelConfig, devices: Sequence[jax.Device]) -> None:
+  """Raises: ConfigError if what stays on a device during a run is more than the device has."""
+  placed = placements(config, cfg, devices)
+  with as_config_error("memory"):
+    placement.check_fits(placed, placement.device_limits(devices, placed))
 
 
 # --- Trainer and buffer ---

@@ -136,6 +136,12 @@ def _check_batch(c: Mapping[str, Any]) -> Iterator[str]:
   if c["sample.slots"] < num_sampled:
     yield (f"sample.slots={c['sample.slots']} must be at least sample.responses_per_prompt={num_sampled}: the samples "
            "of a prompt start together from one prefill; raise sample.slots")
+  if c["sample.slots"] % c["sample.lane_samples"]:
+    yield (f"sample.lane_samples={c['sample.lane_samples']} must divide sample.slots={c['sample.slots']}: lanes of that "
+           f"many slots share a prompt; use one of {_divisors(c['sample.slots'])}")
+  if c["sample.recompute_kv"] and not c["sample.in_flight"]:
+    yield ("sample.recompute_kv=True means nothing with sample.in_flight=False: no sample under way sees new weights; "
+           "set one of them otherwise")
   if c["sample.chunk_tokens"] > c["sample.max_new_tokens"]:
     yield (f"sample.chunk_tokens={c['sample.chunk_tokens']} must be at most "
            f"sample.max_new_tokens={c['sample.max_new_tokens']}; lower sample.chunk_tokens")

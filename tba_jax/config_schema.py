@@ -97,6 +97,9 @@ SCHEMA: dict[str, Rule] = {
   "sample.chunk_tokens": _integer(1),
   "sample.dtype": _DTYPE,
   "sample.truncated": _one_of("score", "zero", "mask"),
+  "sample.lane_samples": _integer(1),  # slots that share the keys and values of one prompt
+  "sample.cache_dtype": _one_of("float32", "bfloat16", "int8"),  # of keys and values
+  "sample.recompute_kv": _BOOLEAN,  # true: samples under way get keys and values of the weights that arrive in flight
   "sample.in_flight": _BOOLEAN,  # true: new weights between decode chunks; false: between groups
   "loss.name": _ANY_STRING,
   "loss.beta_init": _number(0),

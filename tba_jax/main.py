@@ -198,15 +198,8 @@ def _dry_run(config: Any) -> str:
 
   from tba_jax import build, placement
 
-  asked = config_lib.resolve_devices(**config.devices, num_devices=jax.device_count())
   cfg = build.model_config(config)
-  placements = placement.placements(
-    cfg, jax.devices(), trainer=asked.trainer, searchers=asked.searchers, per_searcher=asked.per_searcher,
-    share=asked.share, optimizer=config.train.optimizer, param_dtype=config.train.param_dtype,
-    compute_dtype=config.train.compute_dtype, sample_dtype=config.sample.dtype, slots=config.sample.slots,
-    max_prompt_tokens=config.sample.max_prompt_tokens, max_new_tokens=config.sample.max_new_tokens,
-    buffer_capacity=config.buffer.capacity, lora=build.lora_settings(config),
-  )
+  placements = build.placements(config, cfg, jax.devices())
   return placement.report(cfg, placements, num_devices=jax.device_count(), platform=jax.default_backend())
 
 

@@ -6,8 +6,9 @@ Only what stays for the whole run is counted. Activations and the compiler's tem
 from __future__ import annotations
 
 import math
+import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +24,7 @@ from tba_jax.models import transformer
 from tba_jax.models.known import KNOWN
 from tba_jax.models.lora import LoraSettings
 from tba_jax.models.variants import ModelConfig, from_huggingface
+from tba_jax.sampling import decode
 
 
 class Placement(NamedTuple):
@@ -62,8 +64,9 @@ def read_model_config(path: str) -> ModelConfig:
 
 def placements(
   cfg: ModelConfig, devices: Sequence[jax.Device], *, trainer: int, searchers: int, per_searcher: int, share: bool,
-  optimizer: str, param_dtype: Any, compute_dtype: Any, sample_dtype: Any, slots: int, max_prompt_tokens: int,
-  max_new_tokens: int, buffer_capacity: int, lora: LoraSettings | None = None,
+  optimizer: str, param_dtype: Any, compute_dtype: Any, sample_dtype: Any, cache_dtype: Any, slots: int,
+  lane_samples: int, max_prompt_tokens: int, max_new_tokens: int, buffer_capacity: int,
+  lora: LoraSettings | None = None,
 ) -> list[Placement]:
   """What each part of a run keeps, device counts as `config.resolve_devices` gives them.
 
@@ -93,14 +96,17 @@ def placements(
   ]
   for number, group in enumerate(searcher_devices):
     mesh = sharding.make_mesh(group)
-    for content, dtype in (("weights", sample_dtype), ("reference", compute_dtype)):
-      weights = transformer.abstract_params(cfg, jnp.dtype(dtype))
-      layout = sharding.param_shardings(weights, mesh)
+    mesh = sharding.make_mesh(group, fsdp=1, tensor=len(group))
+    weights = transformer.abstract_params(cfg, jnp.dtype(sample_dtype))
+    layout = sharding.param_shardings(weights, mesh)
+    for content in ("weights", "weights that arrive", "reference"):
       found.append(_place(f"searcher {number}", group, content, weights, layout))
-    cache = jax.eval_shape(lambda: transformer.init_cache(
-      cfg, batch=slots, length=max_prompt_tokens + max_new_tokens, dtype=jnp.dtype(sample_dtype)))
-    total = _num_bytes(cache)  # shared out by slots
-    found.append(Placement(f"searcher {number}", _names(group), f"cache of {slots} slots", total // len(group), total))
+    state = jax.eval_shape(lambda: decode.init_state(
+      cfg, slots=slots, cache_tokens=max_new_tokens + (max_prompt_tokens if lane_samples == 1 else 0),
+      cache_dtype=jnp.dtype(cache_dtype), lane_samples=lane_samples, prefix_tokens=max_prompt_tokens))
+    caches = (state.cache, state.prefix)
+    layout = jax.tree.map(lambda _: decode.slot_shardings(mesh, cfg).cache, caches)
+    found.append(_place(f"searcher {number}", group, f"cache of {slots} slots", caches, layout))
   # Per response: tokens, log_mu and log_ref, and at most one prompt; all of 4 bytes. Scalars of a row do not matter.
   total = buffer_capacity * 4 * (3 * max_new_tokens + max_prompt_tokens)
   return found + [Placement("host", "memory", f"replay buffer when full ({buffer_capacity:,} responses)", total, total)]
@@ -114,8 +120,34 @@ def _place(part: str, devices: Sequence[jax.Device], content: str, tree: Any, la
   return Placement(part, _names(devices), content, per_device, per_device * len(devices))
 
 
-def _num_bytes(tree: Any) -> int:
-  return sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
+def check_fits(placed: Sequence[Placement], limits: Mapping[str, int]) -> None:
+  """Refuses what cannot fit, before anything of it is allocated.
+
+  Args:
+    placed: what stays for the whole run.
+    limits: bytes that each group of devices has, by its name in `placed`; see `device_limits`.
+  Raises: ValueError with what the fullest devices would hold.
+  """
+  for devices, limit in limits.items():
+    rows = [row for row in placed if devices in (row.devices, "all") and row.devices != "memory"]
+    needed = sum(row.total_bytes if devices == "all" else row.device_bytes for row in rows)
+    if needed > limit:
+      content = ", ".join(f"{row.part}: {row.content} {row.total_bytes if devices == 'all' else row.device_bytes:,}"
+                          for row in rows)
+      raise ValueError(
+        f"devices {devices} would hold {needed:,} bytes{'' if devices == 'all' else ' each'} but have {limit:,} "
+        f"({content}); lower sample.slots or the token limits, share the model over more devices, or choose a smaller "
+        "cache_dtype"
+      )
+
+
+def device_limits(devices: Sequence[jax.Device], placed: Sequence[Placement]) -> dict[str, int]:
+  """Bytes of memory by the name of a group of devices in `placed`. Devices that do not tell theirs are left out; CPU
+  devices share the machine's, under the name "all"."""
+  if devices[0].platform == "cpu":
+    return {"all": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")}
+  stats = (devices[0].memory_stats() or {}).get("bytes_limit")
+  return {} if stats is None else {row.devices: stats for row in placed if row.devices != "memory"}
 
 
 def _names(devices: Sequence[jax.Device]) -> str:

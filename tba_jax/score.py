@@ -33,6 +33,7 @@ import rich.progress
 
 from tba_jax.checkpoints.huggingface import load_model
 from tba_jax.models import transformer
+from tba_jax.models.cache import write_front
 from tba_jax.models.heads import token_logprobs
 from tba_jax.models.variants import ModelConfig
 from tba_jax.tokenizer import Tokenizer
@@ -170,7 +171,8 @@ def greedy_tokens(
   """
   batch, width = tokens.shape
   cache = transformer.init_cache(cfg, batch=batch, length=width + num_tokens, dtype=dtype)
-  logits, cache = transformer.prefill(decode_params, cfg, tokens, lengths, cache, dtype=dtype)
+  logits, prompts = transformer.prefill(decode_params, cfg, tokens, lengths, dtype=dtype)
+  cache = write_front(cache, prompts)
 
   def step(carry: tuple[jax.Array, Any], i: jax.Array) -> tuple[tuple[jax.Array, Any], jax.Array]:
     logits, cache = carry

@@ -6,9 +6,10 @@ it holds is decided by whoever drives it, between two calls of `step`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -64,7 +65,7 @@ class Searcher:
   """Turns occurrences into graded, scored groups.
 
   Args:
-    engine: for this searcher alone; it has this many `slots`.
+    engine: for this searcher alone; it has this many `slots`. eval_engine: the same, or another for evaluations.
     score: (stacked params, tokens, positions, segment_ids) -> log_p; the trainer's scoring function.
     reference: parameters of the frozen reference, stacked, on this searcher's devices.
     prompts: of the task, by prompt id.
@@ -78,6 +79,7 @@ class Searcher:
       *,
       index: int,
       engine: Engine,
+      eval_engine: Engine,
       slots: int,
       score: Score,
       reference: Any,
@@ -90,7 +92,7 @@ class Searcher:
       span: Callable[[str], Any],
   ):
     self.index = index
-    self.engine, self._slots = engine, slots
+    self.engine, self._eval_engine, self._slots = engine, eval_engine, slots
     self.counts = SearcherCounts()
     self._score, self._score_decode_layout = score, jax.jit(lambda params, *rows: score(restack(params), *rows))
     self._reference, self._ref_version = reference, ref_version
@@ -116,9 +118,38 @@ class Searcher:
       self.engine.set_weights(weights.params, weights.version)
       self._given = weights
 
+  @contextlib.contextmanager
+  def lend_engine(self) -> Iterator[Engine]:
+    """The engine for an evaluation at other weights, while no rollout is under way. Of two engines one holds a cache.
+    """
+    assert self.is_idle()
+    try:
+      if self._eval_engine is not self.engine:
+        self.engine.release()
+      yield self._eval_engine
+    finally:
+      if self._eval_engine is self.engine:
+        self.forget_weights()
+      else:
+        self._eval_engine.release()
+
   def forget_weights(self) -> None:
     """Something else used the engine; the next `give` hands over whatever it is given."""
     self._given = None
+
+  def warmup(self) -> None:
+    """Compiles what the engines can ever call; needs weights."""
+    self.engine.warmup()
+    if self._eval_engine is not self.engine:
+      self.engine.release()
+      self._eval_engine.set_weights(self._given.params, self._given.version)
+      self._eval_engine.warmup()
+      self._eval_engine.release()
+
+  @property
+  def num_compiled(self) -> int:
+    """Sampling programs called so far."""
+    return sum(engine.num_compiled for engine in {self.engine, self._eval_engine})
 
   def wants_work(self) -> bool:
     """Whether another group would find a free slot."""

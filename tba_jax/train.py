@@ -69,6 +69,7 @@ def _run(config: ConfigDict, folder: pathlib.Path, stop: StopFlag, stack: contex
   if built is None:
     return _stopped(stop, folder)
   cfg, task, params = built
+  build.check_memory(config, cfg, jax.devices())
   eval_prompts = task.eval_prompts()[: config.eval.size or None]
 
   # --- Searchers: reference, engines ---
@@ -151,12 +152,12 @@ def _compile(the_run: Run) -> None:
       return
     bar.update(done, f"sampling programs of searcher {searcher.index}")
     searcher.give(the_run.weights.latest(searcher.index))
-    searcher.engine.warmup()
+    searcher.warmup()
   num_responses = the_run.settings.groups_per_step * the_run.settings.responses_per_prompt
   the_run.trainer.compile(num_responses, lambda done, of: bar.update(len(searchers), f"train step, shape {min(done + 1, of)} of {of}"))
   bar.update(len(searchers) + 1, "done")
   bar.close()
-  num_programs = sum(searcher.engine.num_compiled for searcher in searchers)
+  num_programs = sum(searcher.num_compiled for searcher in searchers)
   the_run.progress.message(
       f"{num_programs} sampling programs and the train step are ready after {time.monotonic() - began:.1f} s; the cache of each searcher "
       f"takes {searchers[0].engine.cache_bytes:,} bytes a device")

@@ -240,6 +240,11 @@ def test_nearest_right_name(name, line):
   ({"sample.slots": 15},
    "sample.slots=15 must be at least sample.responses_per_prompt=16: the samples of a prompt start together from one "
    "prefill; raise sample.slots"),
+  ({"sample.lane_samples": 3},
+   "sample.lane_samples=3 must divide sample.slots=64: lanes of that many slots share a prompt; use one of 1, 2, 4, 8, 16, 32, 64"),
+  ({"sample.recompute_kv": True, "sample.in_flight": False},
+   "sample.recompute_kv=True means nothing with sample.in_flight=False: no sample under way sees new weights; "
+   "set one of them otherwise"),
   ({"sample.chunk_tokens": 25},
    "sample.chunk_tokens=25 must be at most sample.max_new_tokens=24; lower sample.chunk_tokens"),
   ({"train.schedule": "wsd", "train.stable_steps": 20, "train.decay_steps": 30},

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 import tiny
 from tba_jax.models import heads, transformer
+from tba_jax.models.cache import write_front
 from tba_jax.sampling import decode
 from tba_jax.sampling.engine import Engine, SampleRequest, SampledGroup, sample_keys
 
@@ -26,6 +27,7 @@ SHAPES = {
   "three slots, refilled all the time": dict(slots=3, chunk_tokens=7, prefill_batches=(1,)),
   "everything at once": dict(slots=NUM_PROMPTS, chunk_tokens=16, prefill_batches=(NUM_PROMPTS,), cache_tokens=64),
   "prompts by length": dict(slots=16, chunk_tokens=4, prompt_buckets=(8, 24), prefill_batches=(1, 3)),
+  "lanes": dict(slots=12, chunk_tokens=3, lane_samples=4, kv_buckets=(8, 16)),
 }
 
 
@@ -150,6 +152,16 @@ def test_samples_and_log_mu_do_not_depend_on_slots_chunks_buckets_or_refills(sta
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
+@pytest.mark.parametrize("lane_samples,slots", [(2, 4), (3, 6), (6, 12), (8, 8)])
+def test_samples_that_share_a_prompt_equal_those_that_hold_copies(weights, lane_samples, slots):
+  requests = [make_request(tag, samples=6) for tag in range(12)]
+  copies = run(make_engine(), requests, weights[0])
+  engine = make_engine(slots=slots, lane_samples=lane_samples)
+  assert same_samples(copies, run(engine, requests, weights[0])) == 0
+  per_entry = 2 * 2 * 2 * 8 * 4  # k and v, layers, kv heads, head width, bytes of float32
+  assert engine.cache_bytes == per_entry * (slots * MAX_NEW + slots // lane_samples * MAX_PROMPT)
+
+
 def test_greedy_takes_the_argmax_and_reports_log_mu_at_the_runs_temperature(stacked, weights):
   requests = [make_request(tag, temperature=0.0) for tag in range(10)]
   groups = run(make_engine(), requests, weights[0])
@@ -228,7 +240,8 @@ def by_hand(request: SampleRequest, sample: int, schedule: list[transformer.Para
   """One sample, one row, one token at a time; token i by weights schedule[i]. Keys and values once made are kept."""
   cache = transformer.init_cache(CFG, batch=1, length=MAX_PROMPT + MAX_NEW, dtype=jnp.float32)
   length = np.array([len(request.prompt)])
-  logits, cache = hand_prefill(schedule[0], request.prompt[None], length, cache)
+  logits, read = hand_prefill(schedule[0], request.prompt[None], length)
+  cache = write_front(cache, read)
   tokens, log_mu = [], []
   for index, params in enumerate(schedule):
     if index:
@@ -259,6 +272,58 @@ def test_weights_in_flight_take_effect_at_the_next_chunk_and_label_their_tokens(
     tokens, log_mu = by_hand(request, sample, [weights[{3: 0, 4: 1, 6: 2}[version]] for version in versions])
     assert group.tokens[sample].tolist() == tokens
     np.testing.assert_allclose(group.log_mu[sample], log_mu, atol=1e-4)
+
+
+def test_lanes_keep_what_old_weights_read_for_samples_under_way(weights):
+  """Four slots in two lanes, six samples: two begin after the swap and must not use the prompt in their siblings' lane.
+  """
+  engine = make_engine(stop_ids=(), chunk_tokens=5, slots=4, lane_samples=2)
+  request = make_request(0, samples=6)
+  engine.set_weights(weights[0], 3)
+  engine.submit(request)
+  engine.step()
+  engine.set_weights(weights[1], 4)
+  group = drain(engine)[0]
+  for sample in range(6):
+    versions = [3] * 6 + [4] * 10 if sample < 4 else [4] * 16
+    assert group.versions[sample].tolist() == versions
+    tokens, log_mu = by_hand(request, sample, [weights[version - 3] for version in versions])
+    assert group.tokens[sample].tolist() == tokens
+    np.testing.assert_allclose(group.log_mu[sample], log_mu, atol=1e-4)
+
+
+def without_a_cache(request: SampleRequest, sample: int, schedule: list[transformer.Params]) -> list[int]:
+  """Token i by weights schedule[i], which read everything before it anew."""
+  tokens = []
+  for index, params in enumerate(schedule):
+    row, segments = np.zeros((1, WIDTH), np.int32), np.zeros((1, WIDTH), np.int32)
+    length = len(request.prompt) + index
+    row[0, :length], segments[0, :length] = [*request.prompt, *tokens], 1
+    key = jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(request.keys[sample]), impl="threefry2x32"), index)
+    scaled = np.asarray(full_logits(params, row, segments)[0, length - 1], np.float64) / TEMPERATURE
+    tokens.append(int(np.argmax(scaled + np.asarray(jax.random.gumbel(key, scaled.shape, jnp.float32)))))
+  return tokens
+
+
+@pytest.mark.parametrize("lane_samples", [1, 2])
+def test_recomputed_samples_go_on_as_if_the_new_weights_had_read_everything(stacked, weights, lane_samples):
+  engine = make_engine(stop_ids=(), chunk_tokens=5, recompute_kv=True, lane_samples=lane_samples)
+  requests = [make_request(tag, samples=3, prompt_tokens=7 + 9 * tag) for tag in range(2)]
+  engine.set_weights(weights[0], 3)
+  for request in requests:
+    engine.submit(request)
+  engine.step()
+  engine.set_weights(weights[1], 4)
+  engine.step()
+  engine.set_weights(weights[2], 6)
+  groups = drain(engine)
+  num_swapped = 0
+  for request in requests:
+    for sample in range(3):
+      schedule = [stacked[{3: 0, 4: 1, 6: 2}[version]] for version in groups[request.tag].versions[sample]]
+      assert groups[request.tag].tokens[sample].tolist() == without_a_cache(request, sample, schedule)
+      num_swapped += schedule[0] is not schedule[-1]
+  assert num_swapped >= 3
 
 
 def test_without_in_flight_every_group_is_of_one_version(weights):
@@ -391,15 +456,18 @@ class CompileCounter:
     self._active = False
 
 
-@pytest.mark.parametrize("on_mesh", [False, True])
-def test_after_warmup_nothing_compiles(weights, on_mesh):
-  where = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "tensor")) if on_mesh else jax.devices()[1]
+@pytest.mark.parametrize("on_mesh,lane_samples", [(False, 1), (True, 1), (False, 3)])
+def test_after_warmup_nothing_compiles(weights, on_mesh, lane_samples):
+  where = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "tensor")) if on_mesh else jax.devices()[lane_samples]
   prompt_buckets = (24,) if on_mesh else (8, 24)
-  engine = make_engine(where, slots=6, kv_buckets=(16, 40), prefill_batches=(1, 3), prompt_buckets=prompt_buckets)
+  recompute = lane_samples > 1
+  engine = make_engine(
+    where, slots=6, kv_buckets=(16, 40) if lane_samples == 1 else (8, 16), prefill_batches=(1, 3),
+    prompt_buckets=prompt_buckets, lane_samples=lane_samples, recompute_kv=recompute)
   engine.set_weights(weights[0], 0)
   with CompileCounter() as counter:
     engine.warmup()
-  assert engine.num_compiled == len(engine.compiled_shapes()) == 2 * 2 * len(prompt_buckets) + 2
+  assert engine.num_compiled == len(engine.compiled_shapes()) == 2 * 2 * len(prompt_buckets) + 2 + recompute
   assert counter.num >= engine.num_compiled
   new = jax.tree.map(lambda x: jax.device_put(x, next(iter(jax.tree.leaves(engine._params))).sharding), weights[1])
   rng = np.random.default_rng(0)
@@ -417,13 +485,13 @@ def test_after_warmup_nothing_compiles(weights, on_mesh):
   assert counter.num == 0 and engine.num_compiled == len(engine.compiled_shapes())
 
 
-@pytest.mark.parametrize("data,tensor", [(4, 2), (2, 4)])
-def test_a_mesh_samples_as_one_device(weights, data, tensor):
+@pytest.mark.parametrize("data,tensor,lane_samples", [(4, 2, 1), (2, 4, 1), (2, 2, 2)])
+def test_a_mesh_samples_as_one_device(weights, data, tensor, lane_samples):
   """Two kv heads: split over tensor = 2, whole on each of tensor = 4."""
   mesh = Mesh(np.array(jax.devices()[: data * tensor]).reshape(data, 1, tensor), ("data", "fsdp", "tensor"))
   requests = [make_request(tag, samples=2) for tag in range(20)]
   one = run(make_engine(), requests, weights[0])
-  many = run(make_engine(mesh), requests, weights[0])
+  many = run(make_engine(mesh, lane_samples=lane_samples), requests, weights[0])
   assert same_samples(one, many) == 0
 
 
@@ -476,6 +544,10 @@ def test_weights_of_another_layout_are_refused(weights):
   (dict(prompt_buckets=(8, 16)), r"prompt_buckets=\(8, 16\) must be positive and end at max_prompt_tokens=24"),
   (dict(kv_buckets=(0, 40)), r"kv_buckets=\(0, 40\) must be positive and end at cache_tokens=40"),
   (dict(prefill_batches=()), r"prefill_batches=\(\) must be positive"),
+  (dict(lane_samples=3), "slots=4 must be a multiple of lane_samples=3"),
+  (dict(lane_samples=2, cache_tokens=40), "cache_tokens=40 is for lane_samples=1; lanes of 2 need no such limit"),
+  (dict(lane_samples=2, kv_buckets=(8, 40)), r"kv_buckets=\(8, 40\) must be positive and end at max_new_tokens=16"),
+  (dict(recompute_kv=True, in_flight=False), "recompute_kv=True means nothing with in_flight=False"),
 ])
 def test_sizes_that_contradict_each_other_are_refused(changes, message):
   with pytest.raises(ValueError, match=message):
@@ -485,6 +557,8 @@ def test_sizes_that_contradict_each_other_are_refused(changes, message):
 def test_slots_must_divide_over_the_mesh():
   with pytest.raises(ValueError, match="slots=4 must be a multiple of 8, the product of the mesh axes data and fsdp"):
     make_engine(Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("data", "fsdp")))
+  with pytest.raises(ValueError, match="slots=4 must be a multiple of 4 times lane_samples=2, the product"):
+    make_engine(Mesh(np.array(jax.devices()[:4]), ("data",)), lane_samples=2)
 
 
 @pytest.mark.parametrize("changes,message", [

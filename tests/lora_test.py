@@ -283,7 +283,7 @@ def test_planned_bytes():
   def plan_of(settings):
     placed = placement.placements(
       CFG, jax.devices(), trainer=1, searchers=1, per_searcher=1, share=False, optimizer="adamw", param_dtype="float32",
-      compute_dtype="bfloat16", sample_dtype="bfloat16", slots=4, max_prompt_tokens=8, max_new_tokens=8,
+      compute_dtype="bfloat16", sample_dtype="bfloat16", cache_dtype="int8", slots=4, lane_samples=2, max_prompt_tokens=8, max_new_tokens=8,
       buffer_capacity=8, lora=settings)
     return {(row.part, row.content): row.device_bytes for row in placed}
 
@@ -293,5 +293,8 @@ def test_planned_bytes():
   assert adapted["trainer", "frozen base"] == 2 * base and adapted["trainer", "adapters"] == 4 * small
   assert adapted["trainer", "gradients"] == 4 * small and adapted["trainer", "optimizer state"] == 8 * small + 8
   assert whole["trainer", "parameters"] == 4 * base
+  per_entry = 2 * CFG.num_layers * CFG.num_kv_heads * (CFG.head_dim + 4)  # keys and values, each with its scale
+  assert whole["searcher 0", "cache of 4 slots"] == per_entry * (4 * 8 + 2 * 8)
+  assert whole["searcher 0", "weights"] == whole["searcher 0", "weights that arrive"] == 2 * base
   searcher = lambda rows: {key: value for key, value in rows.items() if key[0] == "searcher 0"}
   assert searcher(adapted) == searcher(whole)

@@ -11,6 +11,7 @@ import pytest
 import jax
 
 from tba_jax.checkpoints import run_state
+from tba_jax.config import ConfigError
 from tba_jax.models import transformer
 from tba_jax import build, metrics
 from tba_jax.runtime.run import StopFlag
@@ -230,3 +231,30 @@ def test_stop_while_decoding_joins_all_threads_within_ten_seconds(tmp_path, monk
   assert runs.run(runs.short_config(train__steps=5000), tmp_path / "run", stop) == 0
   assert time.monotonic() - next(x for x in seen if x != 1) < 10
   assert not [t.name for t in threading.enumerate() if t.name.startswith("searcher")]
+
+
+def test_shared_prompts_sample_what_copies_sample(tmp_path, monkeypatch):
+  runs.use_easy_reward(monkeypatch)
+  for name, changes in (("copies", {}), ("lanes", dict(sample__lane_samples=4))):
+    config = runs.short_config(runtime__mode="lockstep", train__steps=2, log__rollouts_per_step=16, **changes)
+    assert runs.run(config, tmp_path / name) == 0
+  copies, lanes = (runs.lines(tmp_path / name, "rollouts/train.jsonl") for name in ("copies", "lanes"))
+  first = lambda lines: {(line["occurrence"], line["response"]) for line in lines if line["version"] == 0}
+  assert first(lanes) == first(copies) and len(first(lanes)) >= 4
+  for name in ("copies", "lanes"):
+    assert runs.results(tmp_path / name)["logprob_gap_max"] < 1e-4
+
+
+def test_an_int8_cache_with_recomputation_in_an_async_run(tmp_path, monkeypatch):
+  runs.use_easy_reward(monkeypatch)
+  config = runs.short_config(sample__lane_samples=4, sample__cache_dtype="int8", sample__recompute_kv=True, eval__every_steps=3)
+  assert runs.run(config, tmp_path) == 0
+  assert 1e-6 < runs.results(tmp_path)["logprob_gap_max"] < 0.05
+  assert [line["step"] for line in runs.lines(tmp_path) if "eval_accuracy" in line] == [0, 3, 6]
+
+
+def test_a_cache_that_cannot_fit_is_refused_with_its_bytes(tmp_path):
+  config = runs.short_config(sample__slots=4_000_000_000, sft__steps=0)
+  with pytest.raises(ConfigError, match=r"memory: devices all would hold [\d,]{15,} bytes but have [\d,]+ \(.*searcher 0: cache of 4000000000 slots [\d,]+.*lower sample.slots"):
+    runs.run(config, tmp_path)
+  assert not (tmp_path / "checkpoints").exists() or not list((tmp_path / "checkpoints").iterdir())

@@ -17,12 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from tba_jax.models import attention as attention_lib
+from tba_jax.models import cache as cache_lib
 from tba_jax.models import rope as rope_lib
+from tba_jax.models.cache import Cache, LayerCache
+from tba_jax.models.decode_attention import Part, decode_attention
 from tba_jax.models.layers import Block, Norm
 from tba_jax.models.variants import ModelConfig
 
 Params = dict[str, Any]
-Cache = tuple[tuple[jax.Array, jax.Array], ...]  # per layer (k, v), each [B, K, S, H]; slot s holds position s
 
 EMBEDDING_STD = 0.02
 REMAT_POLICIES = {
@@ -198,9 +200,8 @@ def unstack(params: Params) -> Params:
 
 
 def init_cache(cfg: ModelConfig, *, batch: int, length: int, dtype: jax.typing.DTypeLike) -> Cache:
-  """An empty cache for `batch` rows of up to `length` tokens.
+  """An empty cache for `batch` rows of up to `length` tokens; `dtype` is one of `cache.CACHE_DTYPES`.
 
-  Heads lie before slots: on CPU attention then reads it 4 times faster.
   Raises: ValueError if `length` is beyond a table of learned positions.
   """
   if cfg.positions == "learned" and length > cfg.max_positions:
@@ -208,97 +209,101 @@ def init_cache(cfg: ModelConfig, *, batch: int, length: int, dtype: jax.typing.D
       f"a cache of {length} tokens is longer than the {cfg.max_positions} positions that this model has learned; "
       "shorten prompts or responses."
     )
-  shape = (batch, cfg.num_kv_heads, length, cfg.head_dim)
-  return tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(cfg.num_layers))
+  return tuple(
+    cache_lib.empty_layer(batch, cfg.num_kv_heads, length, cfg.head_dim, dtype) for _ in range(cfg.num_layers)
+  )
 
 
-def _run_layers(params: Params, cfg: ModelConfig, x: jax.Array, positions: jax.Array, cache: Cache, mask: jax.Array,
-                key_positions: jax.Array, write: Callable[[jax.Array, jax.Array], jax.Array],
-                read: Callable[[jax.Array, jax.Array], jax.Array]) -> tuple[jax.Array, Cache]:
+def _run_layers(
+  params: Params, cfg: ModelConfig, x: jax.Array, positions: jax.Array,
+  attend: Callable[[int, bool, jax.Array, jax.Array, jax.Array], tuple[jax.Array, LayerCache]],
+) -> tuple[jax.Array, Cache]:
   """The unrolled layers and the final norm over x [B, T, D].
 
-  `write(cached, new)` gives a layer's cache with the new keys or values in it; `read(cached, new)` gives what the
-  queries look at.
+  `attend(layer, sliding, q, k, v)` gives the context and the layer's cache with the new keys and values in it.
   """
   block_def, norm_def = _graphdefs(cfg)
   ropes = _rope_tables(cfg, positions)
-  window_mask = _within_window(cfg, mask, positions, key_positions) if any(cfg.sliding_layers) else None
   new_cache = []
-  for i, (layer_params, layer_cache) in enumerate(zip(params["layers"], cache, strict=True)):
+  for i, layer_params in enumerate(params["layers"]):
     sliding = bool(cfg.sliding_layers) and cfg.sliding_layers[i]
-    layer_mask = window_mask if sliding else mask
-
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-      kept = write(layer_cache[0], k), write(layer_cache[1], v)
-      context = attention_lib.attention(
-        q, read(kept[0], k), read(kept[1], v), layer_mask, scale=cfg.query_scale, softcap=cfg.attn_softcap,
-        kv_layout="BKSH"
-      )
-      return context, kept
-
-    x, kept = nnx.merge(block_def, layer_params)(x, None if ropes is None else ropes[-1 if sliding else 0], attend)
+    rope = None if ropes is None else ropes[-1 if sliding else 0]
+    x, kept = nnx.merge(block_def, layer_params)(x, rope, functools.partial(attend, i, sliding))
     new_cache.append(kept)
   return nnx.merge(norm_def, params["final_norm"])(x), tuple(new_cache)
 
 
-def prefill(params: Params, cfg: ModelConfig, tokens: jax.Array, lengths: jax.Array, cache: Cache, *,
-            dtype: jax.typing.DTypeLike) -> tuple[jax.Array, Cache]:
-  """Reads prompts into the cache.
+def prefill(params: Params, cfg: ModelConfig, tokens: jax.Array, lengths: jax.Array, *, dtype: jax.typing.DTypeLike,
+            cache_dtype: jax.typing.DTypeLike | None = None) -> tuple[jax.Array, Cache]:
+  """Reads prompts.
 
   Args:
     params: decode layout. tokens: int32 [B, P], padded on the right. lengths: int32 [B], each in 1..P.
-    cache: of B rows and at least P slots. Slots at and beyond a row's length come out with values that mean nothing;
-      decoding writes each of them before it reads it.
-  Returns: logits f32 [B, V] after each prompt's last token, and the cache.
-  Raises: ValueError if the cache has fewer slots than P.
+    dtype: of the computation. cache_dtype: of the cache, by default the same. Keys and values are rounded to it before
+      they are attended to, as decoding will see them.
+  Returns: logits f32 [B, V] after each prompt's last token, and a cache of P entries. Entries at and beyond a row's
+    length hold values that mean nothing; decoding writes each of them before it reads it.
   """
   batch, num_prompt = tokens.shape
-  if cache[0][0].shape[2] < num_prompt:
-    raise ValueError(
-      f"prompts padded to {num_prompt} tokens do not fit a cache of {cache[0][0].shape[2]} slots; lengthen the cache."
-    )
   positions = jnp.broadcast_to(jnp.arange(num_prompt, dtype=jnp.int32), (batch, num_prompt))
   mask = attention_lib.segment_mask(positions, (positions < lengths[:, None]).astype(jnp.int32))
+  window_mask = _within_window(cfg, mask, positions, positions) if any(cfg.sliding_layers) else None
 
-  def write(cached: jax.Array, new: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_slice(cached, new.swapaxes(1, 2).astype(cached.dtype), (0, 0, 0, 0))
+  def attend(i: int, sliding: bool, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, LayerCache]:
+    del i
+    kept = cache_lib.stored(k, v, cache_dtype or dtype)
+    context = attention_lib.attention(
+      q, *cache_lib.loaded(kept, dtype), window_mask if sliding else mask, scale=cfg.query_scale,
+      softcap=cfg.attn_softcap, kv_layout="BKSH"
+    )
+    return context, kept
 
-  def read(cached: jax.Array, new: jax.Array) -> jax.Array:  # as decoding will see it, in the cache's precision
-    return new.swapaxes(1, 2).astype(cached.dtype).astype(dtype)
-
-  x = _embed(params, cfg, tokens, positions, dtype)
-  x, cache = _run_layers(params, cfg, x, positions, cache, mask, positions, write, read)
+  x, cache = _run_layers(params, cfg, _embed(params, cfg, tokens, positions, dtype), positions, attend)
   last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
   return logits(params, cfg, last), cache
 
 
 def decode_step(params: Params, cfg: ModelConfig, tokens: jax.Array, positions: jax.Array, cache: Cache, *,
-                dtype: jax.typing.DTypeLike, kv_length: int | None = None) -> tuple[jax.Array, Cache]:
+                dtype: jax.typing.DTypeLike, kv_length: int | None = None, prefix: Cache | None = None,
+                prefix_lengths: jax.Array | None = None) -> tuple[jax.Array, Cache]:
   """One token for every row; rows are independent.
 
   Args:
-    params: decode layout. tokens: int32 [B]. positions: int32 [B], where each row's token stands and is written; a row
-      whose position is outside the cache writes nothing.
-    cache: as `prefill` left it; donate it, so that it is updated in place.
-    kv_length: attend to the first kv_length slots only (static); every live position must be below it.
+    params: decode layout. tokens: int32 [B]. positions: int32 [B], where each row's token stands in its sequence. A row
+      whose token falls outside the cache writes nothing.
+    cache: entry s holds position s; donate it, so that it is updated in place. With a prefix, entry s holds position
+      s + the row's prefix length.
+    kv_length: attend to the first kv_length entries only (static); every live row's entry must be below it.
+    prefix: what `prefill` read, of R rows with R dividing B: rows r B/R to (r + 1) B/R - 1 of the cache continue row r.
+    prefix_lengths: int32 [R], tokens of each prefix.
   Returns: logits f32 [B, V] for the next token of each row, and the cache.
   """
-  rows = jnp.arange(tokens.shape[0])
-  num_slots = cache[0][0].shape[2]
-  num_read = num_slots if kv_length is None else min(kv_length, num_slots)
-  slots = jnp.arange(num_read, dtype=jnp.int32)[None]
-  positions = positions[:, None]
-  mask = slots[:, None, :] <= positions[:, :, None]
+  num_read = cache_lib.num_entries(cache) if kv_length is None else min(kv_length, cache_lib.num_entries(cache))
+  entries = positions
+  starts = jnp.zeros_like(positions)
+  if prefix is not None:
+    starts = jnp.repeat(prefix_lengths, positions.shape[0] // prefix_lengths.shape[0])
+    entries = positions - starts
+  windowed = any(cfg.sliding_layers)
+  masks = [_visible(cfg, positions, jnp.arange(num_read, dtype=jnp.int32)[None] + starts[:, None], windowed)]
+  if prefix is not None:
+    read = jnp.arange(cache_lib.num_entries(prefix), dtype=jnp.int32)[None]
+    beyond = read >= starts[:, None]
+    masks.append([mask & ~beyond[:, None] for mask in _visible(cfg, positions, read, windowed)])
 
-  def write(cached: jax.Array, new: jax.Array) -> jax.Array:
-    return cached.at[rows, :, positions[:, 0]].set(
-      new[:, 0].astype(cached.dtype), mode="drop", indices_are_sorted=True, unique_indices=True
-    )
+  def attend(i: int, sliding: bool, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, LayerCache]:
+    kept = cache_lib.write_tokens(cache[i], cache_lib.stored(k, v, cache[i].k.dtype), entries)
+    layers = [cache_lib.first_entries(kept, num_read), *(() if prefix is None else (prefix[i],))]
+    parts = [Part(layer, mask[sliding]) for layer, mask in zip(layers, masks, strict=True)]
+    return decode_attention(q, parts, scale=cfg.query_scale, softcap=cfg.attn_softcap), kept
 
-  def read(cached: jax.Array, new: jax.Array) -> jax.Array:
-    del new
-    return cached[:, :, :num_read].astype(dtype)
-
-  x = _embed(params, cfg, tokens[:, None], positions, dtype)
-  x, cache = _run_layers(params, cfg, x, positions, cache, mask, slots, write, read)
+  x = _embed(params, cfg, tokens[:, None], positions[:, None], dtype)
+  x, cache = _run_layers(params, cfg, x, positions[:, None], attend)
   return logits(params, cfg, x[:, 0]), cache
+
+
+def _visible(cfg: ModelConfig, positions: jax.Array, key_positions: jax.Array, windowed: bool) -> list[jax.Array]:
+  """Masks bool [B, 1, S] of a token at `positions` [B] over keys at `key_positions` [B or 1, S]: of full and, where
+  the model has them, of sliding layers."""
+  mask = (key_positions <= positions[:, None])[:, None]
+  return [mask, _within_window(cfg, mask, positions[:, None], key_positions)] if windowed else [mask]

@@ -254,11 +254,10 @@ class Run:
 
   def evaluate(self, searcher: Searcher, weights: Weights, *, step: int, stopped: Callable[[], bool]) -> Evaluation:
     """Greedy accuracy at pinned weights on an idle searcher."""
-    with self.timeline.span(f"searcher{searcher.index}", "eval"):
+    with self.timeline.span(f"searcher{searcher.index}", "eval"), searcher.lend_engine() as engine:
       result = evaluate_greedy(
-          searcher.engine, weights, self.eval_prompts, reward=searcher.eval_reward, response_text=self.task.response_text,
+          engine, weights, self.eval_prompts, reward=searcher.eval_reward, response_text=self.task.response_text,
           max_new_tokens=self.settings.max_new_tokens, stopped=stopped, on_progress=self._eval_progress(step))
-    searcher.forget_weights()  # the engine holds the evaluated ones now
     self.record_evaluation(result, step=step)
     return result
 

@@ -5,7 +5,9 @@ alone: rows never mix, and the noise of token i of a sample is a function of (ke
 host side: queues, which slot holds what, and when to call what is here. Nothing here keeps state or moves data to the
 host.
 
-The model's cache is a tree of arrays [batch, kv heads, length, head width].
+Slots come in lanes of n neighbours. With n = 1 a slot's cache holds a prompt and what follows. With n > 1 a lane holds
+one prompt, stored once, and each of its n slots only what it samples after it: samples of one prompt share its keys and
+values, in memory and, as one matrix product, in attention.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from tba_jax.models import cache as cache_lib
 from tba_jax.models import transformer
+from tba_jax.models.cache import Cache
 from tba_jax.models.variants import ModelConfig
 
 KEY_IMPL = "threefry2x32"  # rbg's draws depend on the slot under vmap; threefry's do not
@@ -37,7 +41,7 @@ class Filters(NamedTuple):
 class DecodeState(NamedTuple):
   """Everything that decoding reads and writes for B slots. Donated to `insert` and `decode_chunk`."""
 
-  cache: Any  # [B, kv heads, length, head width] per layer
+  cache: Cache  # of B rows
   tokens: jax.Array  # int32 [B], the last token sampled; its keys and values are not in the cache yet
   log_mu: jax.Array  # float32 [B], of that token
   positions: jax.Array  # int32 [B], where that token belongs in the cache
@@ -47,6 +51,8 @@ class DecodeState(NamedTuple):
   keys: jax.Array  # uint32 [B, 2]
   temperatures: jax.Array  # float32 [B], 0 = greedy
   filters: Filters
+  prefix: Cache | None  # of B / n rows: the lanes' prompts; None in lanes of one
+  prefix_lengths: jax.Array | None  # int32 [B / n]
 
 
 class ChunkOutput(NamedTuple):
@@ -71,6 +77,9 @@ class Admission(NamedTuple):
   keys: np.ndarray  # uint32 [B, 2]
   temperatures: np.ndarray  # float32 [B]
   filters: Filters  # of numpy arrays
+  lanes: np.ndarray  # bool [B / n], lanes that get a prompt
+  lane_sources: np.ndarray  # int32 [B / n], row of the prefilled prompts
+  lane_lengths: np.ndarray  # int32 [B / n], tokens of the prompt
 
 
 class SlotShardings(NamedTuple):
@@ -94,11 +103,21 @@ def slot_shardings(mesh: Mesh, cfg: ModelConfig) -> SlotShardings:
   )
 
 
-def init_state(cfg: ModelConfig, *, slots: int, cache_tokens: int, dtype: Any) -> DecodeState:
-  """State of `slots` dead rows."""
+def init_state(
+  cfg: ModelConfig, *, slots: int, cache_tokens: int, cache_dtype: Any, lane_samples: int, prefix_tokens: int
+) -> DecodeState:
+  """State of `slots` dead rows. In lanes of more than one, a prompt has up to `prefix_tokens` and a slot's cache only
+  what follows it."""
   rows = functools.partial(jnp.zeros, (slots,))
+  prefix, prefix_lengths = None, None
+  if lane_samples > 1:
+    num_lanes = slots // lane_samples
+    prefix = transformer.init_cache(cfg, batch=num_lanes, length=prefix_tokens, dtype=cache_dtype)
+    prefix_lengths = jnp.zeros(num_lanes, jnp.int32)
   return DecodeState(
-    cache=transformer.init_cache(cfg, batch=slots, length=cache_tokens, dtype=dtype),
+    prefix=prefix,
+    prefix_lengths=prefix_lengths,
+    cache=transformer.init_cache(cfg, batch=slots, length=cache_tokens, dtype=cache_dtype),
     tokens=rows(jnp.int32),
     log_mu=rows(jnp.float32),
     positions=rows(jnp.int32),
@@ -115,8 +134,9 @@ def constrain(state: DecodeState, shardings: SlotShardings | None) -> DecodeStat
   """Pins the state to its place on a mesh, so that what a program returns can be donated to the next one."""
   if shardings is None:
     return state
-  rows = jax.lax.with_sharding_constraint(state._replace(cache=None), shardings.rows)
-  return rows._replace(cache=jax.lax.with_sharding_constraint(state.cache, shardings.cache))
+  rows = jax.lax.with_sharding_constraint(state._replace(cache=None, prefix=None), shardings.rows)
+  caches = jax.lax.with_sharding_constraint((state.cache, state.prefix), shardings.cache)
+  return rows._replace(cache=caches[0], prefix=caches[1])
 
 
 def filter_logits(scaled: jax.Array, filters: Filters) -> jax.Array:
@@ -185,20 +205,19 @@ def _ends(tokens: jax.Array, counts: jax.Array, limits: jax.Array, stop_ids: tup
   return stopped | (counts >= limits)
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "dtype", "shardings"))
+@functools.partial(jax.jit, static_argnames=("cfg", "dtype", "cache_dtype", "shardings"))
 def prefill(
-  params: Any, tokens: jax.Array, lengths: jax.Array, *, cfg: ModelConfig, dtype: Any, shardings: SlotShardings | None
-) -> tuple[jax.Array, Any]:
+  params: Any, tokens: jax.Array, lengths: jax.Array, *, cfg: ModelConfig, dtype: Any, cache_dtype: Any,
+  shardings: SlotShardings | None,
+) -> tuple[jax.Array, Cache]:
   """Runs N right-padded prompts. tokens int32 [N, P], lengths int32 [N] >= 1.
 
   Returns: logits float32 [N, V] after each prompt's last token; a cache of length P, of which row i is meaningful below
     lengths[i].
   """
-  num_prompts, length = tokens.shape
-  if shardings is not None and num_prompts % shardings.num_row_shards == 0:
+  if shardings is not None and tokens.shape[0] % shardings.num_row_shards == 0:
     tokens, lengths = jax.lax.with_sharding_constraint((tokens, lengths), shardings.rows)
-  cache = transformer.init_cache(cfg, batch=num_prompts, length=length, dtype=dtype)
-  logits, cache = transformer.prefill(params, cfg, tokens, lengths, cache, dtype=dtype)
+  logits, cache = transformer.prefill(params, cfg, tokens, lengths, dtype=dtype, cache_dtype=cache_dtype)
   if shardings is not None:  # every batch shard may need any prompt, so the prompts' rows are whole everywhere
     by_heads = NamedSharding(shardings.cache.mesh, PartitionSpec(None, *shardings.cache.spec[1:]))
     cache = jax.lax.with_sharding_constraint(cache, by_heads)
@@ -214,7 +233,7 @@ def prefill(
 def insert(
   state: DecodeState,
   logits: jax.Array,
-  prefix: Any,
+  prompts: Cache,
   admission: Admission,
   *,
   stop_ids: tuple[int, ...],
@@ -222,19 +241,12 @@ def insert(
   filtering: bool,
   shardings: SlotShardings | None,
 ) -> DecodeState:
-  """Copies prompts that `prefill` read into the admitted slots and samples their first tokens.
+  """Copies prompts that `prefill` read into their lanes and samples the first tokens of the admitted slots.
 
   `filtering` says whether rows may have filters; without it they are not looked at.
   """
   slots = state.tokens.shape[0]
   sources = admission.sources
-  # A slot that is not admitted writes beyond the end, where it is dropped; each elsewhere, for indices are unique.
-  rows = jnp.arange(slots)
-  destinations = jnp.where(admission.admitted, rows, rows + slots)
-
-  def place(old: jax.Array, new: jax.Array) -> jax.Array:
-    return old.at[destinations, :, : new.shape[2]].set(new[sources], mode="drop", unique_indices=True)
-
   tokens, log_mu = sample_tokens(
     logits[sources],
     admission.keys,
@@ -255,19 +267,38 @@ def insert(
     keys=admission.keys,
     temperatures=admission.temperatures,
     filters=admission.filters,
+    prefix=None,
+    prefix_lengths=None,
   )
 
   def choose(new: jax.Array, old: jax.Array) -> jax.Array:
     return jnp.where(admission.admitted.reshape(slots, *[1] * (old.ndim - 1)), new, old)
 
-  merged = jax.tree.map(choose, fresh, state._replace(cache=None))
-  return constrain(merged._replace(cache=jax.tree.map(place, state.cache, prefix)), shardings)
+  merged = jax.tree.map(choose, fresh, state._replace(cache=None, prefix=None, prefix_lengths=None))
+  # A lane that gets nothing writes beyond the end, where it is dropped; each elsewhere, for indices are unique.
+  lanes = jnp.arange(admission.lanes.shape[0])
+  destinations = jnp.where(admission.lanes, lanes, lanes + lanes.shape[0])
+
+  def place(old: jax.Array, new: jax.Array) -> jax.Array:
+    new = new[admission.lane_sources]
+    return old.at[destinations, :, : new.shape[2]].set(new, mode="drop", unique_indices=True)
+
+  if state.prefix is None:
+    merged = merged._replace(cache=jax.tree.map(place, state.cache, prompts))
+  else:
+    merged = merged._replace(
+      cache=state.cache,
+      prefix=jax.tree.map(place, state.prefix, prompts),
+      prefix_lengths=jnp.where(admission.lanes, admission.lane_lengths, state.prefix_lengths),
+    )
+  return constrain(merged, shardings)
 
 
 @functools.partial(
   jax.jit,
   static_argnames=(
-    "cfg", "num_tokens", "kv_length", "stop_ids", "log_mu_temperature", "filtering", "dtype", "shardings",
+    "cfg", "num_tokens", "kv_length", "prefix_length", "stop_ids", "log_mu_temperature", "filtering", "dtype",
+    "shardings",
   ),
   donate_argnames=("state",),
 )
@@ -278,6 +309,7 @@ def decode_chunk(
   cfg: ModelConfig,
   num_tokens: int,
   kv_length: int,
+  prefix_length: int,
   stop_ids: tuple[int, ...],
   log_mu_temperature: float,
   filtering: bool,
@@ -286,24 +318,29 @@ def decode_chunk(
 ) -> tuple[DecodeState, ChunkOutput]:
   """Decodes up to `num_tokens` tokens in every live row, in one loop on the device that ends early when no row lives.
 
-  Only the first `kv_length` cache entries are read; the caller vouches that no live row needs more. They are cut out
-  once per chunk and put back at its end: cutting inside each step makes XLA:CPU copy them there, which costs more than
-  it saves.
+  Only the first `kv_length` cache entries, and `prefix_length` of the lanes' prompts, are read; the caller vouches that
+  no live row needs more. They are cut out once per chunk and put back at its end: cutting inside each step makes
+  XLA:CPU copy them there, which costs more than it saves.
   """
-  full_cache = state.cache
-  cache_tokens = jax.tree.leaves(full_cache)[0].shape[2]
-  if kv_length < cache_tokens:
-    state = state._replace(cache=jax.tree.map(lambda leaf: leaf[:, :, :kv_length], full_cache))
+  full_cache, full_prefix = state.cache, state.prefix
+  cut = kv_length < cache_lib.num_entries(full_cache)
+  if cut:
+    state = state._replace(cache=cache_lib.first_entries(full_cache, kv_length))
   slots = state.tokens.shape[0]
+  starts, prefix = jnp.zeros_like(state.positions), {}
+  if full_prefix is not None:
+    starts = jnp.repeat(state.prefix_lengths, slots // state.prefix_lengths.shape[0])
+    prefix = dict(prefix=cache_lib.first_entries(full_prefix, prefix_length), prefix_lengths=state.prefix_lengths)
+  state = state._replace(prefix=None)
   tokens = jnp.zeros((num_tokens + 1, slots), jnp.int32).at[0].set(state.tokens)
   log_mu = jnp.zeros((num_tokens + 1, slots), jnp.float32).at[0].set(state.log_mu)
 
   def step(carry: _Carry) -> _Carry:
     index, state, tokens, log_mu = carry
     live = state.live
-    # A dead row computes along, at entry 0 of its own slot, where the next prompt will be written over it.
-    positions = jnp.where(live, state.positions, 0)
-    logits, cache = transformer.decode_step(params, cfg, state.tokens, positions, state.cache, dtype=dtype)
+    # A dead row computes along, at entry 0 of its own slot, where what begins there next will be written over it.
+    positions = jnp.where(live, state.positions, starts)
+    logits, cache = transformer.decode_step(params, cfg, state.tokens, positions, state.cache, dtype=dtype, **prefix)
     sampled, sampled_log_mu = sample_tokens(
       logits,
       state.keys,
@@ -327,8 +364,56 @@ def decode_chunk(
     return (carry[0] < num_tokens) & jnp.any(carry[1].live)
 
   _, state, tokens, log_mu = jax.lax.while_loop(proceed, step, (jnp.int32(0), state, tokens, log_mu))
-  if kv_length < cache_tokens:
-    put_back = functools.partial(jax.lax.dynamic_update_slice, start_indices=(0, 0, 0, 0))
-    state = state._replace(cache=jax.tree.map(put_back, full_cache, state.cache))
-  state = constrain(state, shardings)
+  if cut:
+    state = state._replace(cache=cache_lib.write_front(full_cache, state.cache))
+  state = constrain(state._replace(prefix=full_prefix), shardings)
   return state, ChunkOutput(tokens=tokens, log_mu=log_mu, counts=state.counts, live=state.live)
+
+
+@functools.partial(jax.jit, static_argnames=("cfg", "dtype", "shardings"), donate_argnames=("state",))
+def recompute(
+  params: Any,
+  state: DecodeState,
+  tokens: jax.Array,
+  lengths: jax.Array,
+  slots: jax.Array,
+  lanes: jax.Array,
+  *,
+  cfg: ModelConfig,
+  dtype: Any,
+  shardings: SlotShardings | None,
+) -> DecodeState:
+  """Makes the keys and values of N samples under way anew, with these weights. Their next tokens do not change.
+
+  Args:
+    tokens: int32 [N, T], prompt and what was sampled after it less its last token, padded on the right.
+    lengths: int32 [N], tokens that count.
+    slots: int32 [N], each once; numbers beyond the slots stand for none.
+    lanes: int32 [N], the lane whose prompt the row renews too, each once; numbers beyond the lanes stand for none.
+  """
+  cache_dtype = state.cache[0].k.dtype
+  _, new = transformer.prefill(params, cfg, tokens, lengths, dtype=dtype, cache_dtype=cache_dtype)
+  if state.prefix is None:
+    length = min(tokens.shape[1], cache_lib.num_entries(state.cache))
+
+    def place(old: jax.Array, x: jax.Array) -> jax.Array:
+      return old.at[slots, :, :length].set(x[:, :, :length], mode="drop", unique_indices=True)
+
+    return constrain(state._replace(cache=jax.tree.map(place, state.cache, new)), shardings)
+  per_lane = state.tokens.shape[0] // state.prefix_lengths.shape[0]
+  starts = state.prefix_lengths.at[slots // per_lane].get(mode="clip")
+  entries = starts[:, None] + jnp.arange(cache_lib.num_entries(state.cache))
+
+  def place_prompt(old: jax.Array, x: jax.Array) -> jax.Array:
+    length = min(x.shape[2], old.shape[2])
+    return old.at[lanes, :, :length].set(x[:, :, :length], mode="drop", unique_indices=True)
+
+  def place_rest(old: jax.Array, x: jax.Array) -> jax.Array:
+    index = entries[:, None, :] if x.ndim == 3 else entries[:, None, :, None]
+    rest = jnp.take_along_axis(x, jnp.minimum(index, x.shape[2] - 1), axis=2)
+    return old.at[slots].set(rest, mode="drop", unique_indices=True)
+
+  state = state._replace(
+    prefix=jax.tree.map(place_prompt, state.prefix, new), cache=jax.tree.map(place_rest, state.cache, new)
+  )
+  return constrain(state, shardings)

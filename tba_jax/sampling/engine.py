@@ -1,8 +1,8 @@
 """The host side of sampling: requests come in, finished groups go out, a fixed number of slots decodes in between.
 
-An engine belongs to one thread and keeps every array on its own device or mesh. It prefills each prompt once, copies
-the prompt's keys and values into a slot per sample, decodes all slots in chunks of a fixed number of tokens, and
-refills slots as samples end. It does not know tasks, rewards or text.
+An engine belongs to one thread and keeps every array on its own device or mesh. It prefills each prompt once, decodes
+all slots in chunks of a fixed number of tokens, and refills slots as samples end. It does not know tasks, rewards or
+text.
 """
 
 from __future__ import annotations
@@ -15,13 +15,17 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from tba_jax.models.cache import Cache, num_entries
 from tba_jax.models.variants import ModelConfig
 from tba_jax.sampling import decode
-from tba_jax.sampling.buckets import bucket_of, checked_buckets, power_of_two_buckets
+from tba_jax.sampling.buckets import bucket_of
 from tba_jax.sampling.requests import PartialGroup, SampledGroup, SampleRequest, check_request, sample_keys
+from tba_jax.sampling.shapes import make_shapes
+from tba_jax.sampling.slots import SlotTable
 
 __all__ = ["Engine", "SampleRequest", "SampledGroup", "sample_keys"]
 
@@ -38,21 +42,31 @@ class _Prefix:
 
 @functools.lru_cache(maxsize=64)  # so that engines of one shape, and one engine twice, compile it once
 def _make_init_state(
-  cfg: ModelConfig, *, slots: int, cache_tokens: int, dtype: Any, rows: Sharding, cache: Sharding
-) -> Callable[[], decode.DecodeState]:
-  init = functools.partial(decode.init_state, cfg, slots=slots, cache_tokens=cache_tokens, dtype=dtype)
+  cfg: ModelConfig, rows: Sharding, cache: Sharding, **sizes: Any
+) -> tuple[Callable[[], decode.DecodeState], int]:
+  """What makes an empty state, and the bytes of its caches on each device."""
+  init = functools.partial(decode.init_state, cfg, **sizes)
   shapes = jax.eval_shape(init)
-  shardings = jax.tree.map(lambda _: rows, shapes)._replace(cache=jax.tree.map(lambda _: cache, shapes.cache))
-  return jax.jit(init, out_shardings=shardings)
+  caches = jax.tree.leaves((shapes.cache, shapes.prefix))
+  cache_bytes = sum(int(np.prod(cache.shard_shape(leaf.shape))) * leaf.dtype.itemsize for leaf in caches)
+  shardings = jax.tree.map(lambda _: rows, shapes)._replace(
+    cache=jax.tree.map(lambda _: cache, shapes.cache), prefix=jax.tree.map(lambda _: cache, shapes.prefix)
+  )
+  return jax.jit(init, out_shardings=shardings), cache_bytes
 
 
 class Engine:
   """Continuous batching over a fixed number of slots. Confined to one thread.
 
-  Weights are swapped between chunks. With `in_flight` they take effect at the next `step`: samples under way keep the
-  keys and values that the old weights made and go on with the new weights. Without it they wait until every group that
-  has begun is finished, so that a group is of one version. Either way each token carries the version of the weights
-  that sampled it, and a prompt is never prefilled by older weights than the newest in effect.
+  Weights are swapped between chunks. With `in_flight` they take effect at the next `step`: samples under way go on with
+  the new weights, on the keys and values that the old weights made or, with `recompute_kv`, on new ones. Without
+  `in_flight` they wait until every group that has begun is finished, so that a group is of one version. Either way each
+  token carries the version of the weights that sampled it, and no sample begins on a prompt that older weights read
+  than the newest in effect.
+
+  Samples of a group share its prompt's keys and values in lanes of `lane_samples` slots: stored once and read by one
+  matrix product. A lane takes another group when all its slots are free; while weights change in flight and nothing is
+  recomputed, samples that have not begun cannot use their siblings' lanes either.
   """
 
   def __init__(
@@ -72,9 +86,12 @@ class Engine:
     prefill_batches: Sequence[int] = (1, 4),
     kv_buckets: Sequence[int] | None = None,
     in_flight: bool = True,
+    recompute_kv: bool = False,
+    lane_samples: int = 1,
+    cache_dtype: Any = None,
     filtering: bool = False,
   ):
-    """Allocates the cache; compiles nothing of the model yet (see `warmup`).
+    """Compiles nothing of the model yet (see `warmup`); the cache is allocated when it is first needed.
 
     Args:
       cfg: the decoder.
@@ -85,53 +102,35 @@ class Engine:
       chunk_tokens: tokens decoded between two looks of the host; a slot that falls free within a chunk idles until its
         end.
       stop_ids: token ids, each of which ends a sample.
-      dtype: of computation and cache.
+      dtype: of computation.
       log_mu_temperature: the run's temperature.
       cache_tokens: length of a slot's cache; default max_prompt_tokens + max_new_tokens. With less, a request is bound
-        by the sum.
+        by the sum. Lanes of more than one hold max_prompt_tokens once and max_new_tokens a slot.
       prompt_buckets: lengths to which prompts are padded; default powers of two from 16.
       prefill_batches: numbers of prompts that are prefilled in one call.
-      kv_buckets: lengths up to which a chunk reads the cache; default powers of two from 128.
+      kv_buckets: lengths up to which a chunk reads a slot's cache; default powers of two from 128.
       in_flight: whether new weights take effect in the middle of samples.
+      recompute_kv: whether samples under way get keys and values of the new weights.
+      lane_samples: slots that share a prompt. 1 keeps a copy of the prompt in each slot.
+      cache_dtype: of keys and values, one of `cache.CACHE_DTYPES`; by default `dtype`. What is rounded to it is what
+        decoding attends to: log_mu is exact for that, and differs the more from the trainer's log-probabilities.
       filtering: whether requests may have top_k, top_p or min_p; compiles a sort of the vocabulary, which runs where a
         slot needs it.
     Raises: ValueError for sizes that contradict each other.
     """
-    for name, value in (
-      ("slots", slots),
-      ("max_prompt_tokens", max_prompt_tokens),
-      ("max_new_tokens", max_new_tokens),
-      ("chunk_tokens", chunk_tokens),
-    ):
-      if value < 1:
-        raise ValueError(f"{name}={value} must be at least 1.")
     if not log_mu_temperature > 0:
       raise ValueError(f"log_mu_temperature={log_mu_temperature} must be above 0; only a request may be greedy.")
     if any(not 0 <= stop_id < cfg.vocab_size for stop_id in stop_ids):
       raise ValueError(f"stop_ids={tuple(stop_ids)} must be token ids; the vocabulary has {cfg.vocab_size}.")
-    cache_tokens = max_prompt_tokens + max_new_tokens if cache_tokens is None else cache_tokens
-    if cache_tokens <= max_prompt_tokens:
-      raise ValueError(
-        f"cache_tokens={cache_tokens} must exceed max_prompt_tokens={max_prompt_tokens}, or no token could be sampled."
-      )
-    self._cfg = cfg
-    self._slots = slots
-    self._max_prompt_tokens = max_prompt_tokens
-    self._max_new_tokens = max_new_tokens
-    self._cache_tokens = cache_tokens
-    self._in_flight = in_flight
-    self._prompt_buckets = checked_buckets(
-      "prompt_buckets",
-      prompt_buckets or power_of_two_buckets(16, max_prompt_tokens),
-      largest=max_prompt_tokens,
-      rule="max_prompt_tokens",
+    if recompute_kv and not in_flight:
+      raise ValueError("recompute_kv=True means nothing with in_flight=False: no sample sees new weights.")
+    self._shapes = shapes = make_shapes(
+      slots=slots, lane_samples=lane_samples, max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens,
+      chunk_tokens=chunk_tokens, cache_tokens=cache_tokens, prompt_buckets=prompt_buckets,
+      prefill_batches=prefill_batches, kv_buckets=kv_buckets, recompute_kv=recompute_kv,
     )
-    self._prefill_batches = checked_buckets(
-      "prefill_batches", prefill_batches, largest=max(prefill_batches, default=0), rule="its largest"
-    )
-    self._kv_buckets = checked_buckets(
-      "kv_buckets", kv_buckets or power_of_two_buckets(128, cache_tokens), largest=cache_tokens, rule="cache_tokens"
-    )
+    self._cfg, self._in_flight = cfg, in_flight
+    self._table = SlotTable(slots, lane_samples)
     self._place(device_or_mesh)
     self._sampling_options = dict(
       stop_ids=tuple(stop_ids),
@@ -139,16 +138,16 @@ class Engine:
       filtering=filtering,
       shardings=self._shardings,
     )
-    self._prefill_options = dict(cfg=cfg, dtype=dtype, shardings=self._shardings)
+    cache_dtype = jnp.dtype(dtype if cache_dtype is None else cache_dtype)
+    self._model_options = dict(cfg=cfg, dtype=dtype, shardings=self._shardings)
+    self._prefill_options = dict(cache_dtype=cache_dtype, **self._model_options)
     self._chunk_options = dict(cfg=cfg, num_tokens=chunk_tokens, dtype=dtype, **self._sampling_options)
     rows, cache = self._shardings or (self._default_sharding, self._default_sharding)
-    self._init_state = _make_init_state(
-      cfg, slots=slots, cache_tokens=cache_tokens, dtype=dtype, rows=rows, cache=cache
+    self._init_state, self.cache_bytes = _make_init_state(  # cache_bytes: on each device
+      cfg, rows, cache, slots=slots, cache_tokens=shapes.slot_tokens, cache_dtype=cache_dtype, lane_samples=lane_samples,
+      prefix_tokens=max_prompt_tokens,
     )
-    self._state = self._init_state()
-    self.cache_bytes = sum(  # on each device
-      int(np.prod(cache.shard_shape(leaf.shape))) * leaf.dtype.itemsize for leaf in jax.tree.leaves(self._state.cache)
-    )
+    self._state: decode.DecodeState | None = None
     self._params, self._version, self._generation = None, None, 0
     self._pending: tuple[Any, int] | None = None
     self._signature: Any = None
@@ -156,18 +155,18 @@ class Engine:
     self._num_submitted = 0
     self._waiting: collections.deque[int] = collections.deque()  # groups with samples that no slot holds yet
     self._prefixes: dict[int, _Prefix] = {}  # of groups in `_waiting` that could not be placed whole
-    self._rows: list[tuple[int, int] | None] = [None] * slots  # (group, sample) in each slot
-    self._declared = self.compiled_shapes()
+    self._declared = shapes.programs()
     self._called: set[tuple[str, int, int]] = set()
 
   def _place(self, device_or_mesh: jax.Device | Mesh) -> None:
     if isinstance(device_or_mesh, Mesh):
       self._shardings = decode.slot_shardings(device_or_mesh, self._cfg)
       self._default_sharding = NamedSharding(device_or_mesh, PartitionSpec())
-      if self._slots % self._shardings.num_row_shards:
+      shards, lane_samples = self._shardings.num_row_shards, self._shapes.lane_samples
+      if self._shapes.num_lanes % shards:
+        per_lane = "" if lane_samples == 1 else f" times lane_samples={lane_samples}"
         raise ValueError(
-          f"slots={self._slots} must be a multiple of {self._shardings.num_row_shards}, the product of the mesh axes "
-          "data and fsdp."
+          f"slots={self._shapes.slots} must be a multiple of {shards}{per_lane}, the product of the mesh axes data and fsdp."
         )
     else:
       self._shardings = None
@@ -181,7 +180,7 @@ class Engine:
   @property
   def num_running(self) -> int:
     """Samples in slots."""
-    return sum(row is not None for row in self._rows)
+    return self._table.num_running
 
   @property
   def num_queued(self) -> int:
@@ -199,9 +198,8 @@ class Engine:
     return len(self._called)
 
   def compiled_shapes(self) -> frozenset[tuple[str, int, int]]:
-    """All it can ever call: ("prefill" | "insert", prompts, padded length) and ("decode", slots, cache read)."""
-    prompts = itertools.product(("prefill", "insert"), self._prefill_batches, self._prompt_buckets)
-    return frozenset((*prompts, *(("decode", self._slots, kv_length) for kv_length in self._kv_buckets)))
+    """All programs that it can ever call, see `Shapes.programs`."""
+    return self._declared
 
   def set_weights(self, decode_params: Any, version: int) -> None:
     """Gives new weights, which take effect as the class says. Of several that wait, the last counts.
@@ -244,10 +242,10 @@ class Engine:
     request = check_request(
       request,
       vocab_size=self._cfg.vocab_size,
-      max_prompt_tokens=self._max_prompt_tokens,
-      max_new_tokens=self._max_new_tokens,
-      cache_tokens=self._cache_tokens,
-      slots=self._slots,
+      max_prompt_tokens=self._shapes.max_prompt_tokens,
+      max_new_tokens=self._shapes.max_new_tokens,
+      cache_tokens=self._shapes.cache_tokens,
+      slots=self._shapes.slots,
       cache_bytes=self.cache_bytes,
     )
     if request.filtered and not self._sampling_options["filtering"]:
@@ -265,11 +263,14 @@ class Engine:
     """
     if not self._groups:
       return []
+    if self._state is None:
+      self._state = self._init_state()
     self._take_weights()
     self._refill()
-    live = [row for row in self._rows if row is not None]
-    kv_length = bucket_of(self._kv_buckets, max(self._cache_need(*row) for row in live))
-    return self._harvest(jax.device_get(self._decode(kv_length)))
+    needs = [self._cache_need(*row) for row in self._table.rows if row is not None]
+    lengths = (bucket_of(buckets, max(need)) for buckets, need in
+               zip((self._shapes.prefix_buckets, self._shapes.kv_buckets), zip(*needs)))
+    return self._harvest(jax.device_get(self._decode(*lengths)))
 
   def cancel(self) -> list[Hashable]:
     """Drops every request that is not finished and returns their tags in order of submission. Weights stay."""
@@ -277,9 +278,14 @@ class Engine:
     self._groups.clear()
     self._waiting.clear()
     self._prefixes.clear()
-    self._rows = [None] * self._slots
-    self._state = self._init_state()
+    self._table.clear()
+    self._state = None
     return tags
+
+  def release(self) -> None:
+    """Frees the memory of an idle engine's cache until it is needed again."""
+    assert not self._groups
+    self._state = None
 
   def warmup(self) -> None:
     """Compiles every declared program by running it on nothing.
@@ -288,14 +294,19 @@ class Engine:
     """
     if self._groups:
       raise ValueError(f"warmup needs an idle engine but {len(self._groups)} requests are under way; call it first.")
+    self._state = self._init_state()
     self._take_weights()
-    nothing = self._admission([])
-    for num_prompts in self._prefill_batches:
-      for length in self._prompt_buckets:
+    nothing = self._admission({})
+    for num_prompts in self._shapes.prefill_batches:
+      for length in self._shapes.prompt_buckets:
         logits, cache = self._prefill(np.zeros((num_prompts, length), np.int32), np.ones(num_prompts, np.int32))
         self._insert(logits, cache, nothing)
-    for kv_length in self._kv_buckets:
-      output = self._decode(kv_length)
+    for length in self._shapes.recompute_buckets:
+      num = self._shapes.prefill_batches[-1]
+      beyond = np.arange(num, dtype=np.int32) + self._shapes.slots
+      self._recompute(np.zeros((num, length), np.int32), np.ones(num, np.int32), beyond, beyond)
+    for lengths in itertools.product(self._shapes.prefix_buckets, self._shapes.kv_buckets):
+      output = self._decode(*lengths)
     jax.block_until_ready(output)
 
   def _count(self, kind: str, size: int, length: int) -> None:
@@ -306,14 +317,20 @@ class Engine:
     self._count("prefill", *tokens.shape)
     return decode.prefill(self._params, tokens, lengths, **self._prefill_options)
 
-  def _insert(self, logits: jax.Array, prefix: Any, admission: decode.Admission) -> None:
-    self._count("insert", logits.shape[0], jax.tree.leaves(prefix)[0].shape[2])
-    self._state = decode.insert(self._state, logits, prefix, admission, **self._sampling_options)
+  def _insert(self, logits: jax.Array, prompts: Cache, admission: decode.Admission) -> None:
+    self._count("insert", logits.shape[0], num_entries(prompts))
+    self._state = decode.insert(self._state, logits, prompts, admission, **self._sampling_options)
 
-  def _decode(self, kv_length: int) -> decode.ChunkOutput:
-    self._count("decode", self._slots, kv_length)
-    self._state, output = decode.decode_chunk(self._params, self._state, kv_length=kv_length, **self._chunk_options)
+  def _decode(self, prefix_length: int, kv_length: int) -> decode.ChunkOutput:
+    self._count("decode", prefix_length, kv_length)
+    self._state, output = decode.decode_chunk(
+      self._params, self._state, prefix_length=prefix_length, kv_length=kv_length, **self._chunk_options
+    )
     return output
+
+  def _recompute(self, tokens: np.ndarray, lengths: np.ndarray, slots: np.ndarray, lanes: np.ndarray) -> None:
+    self._count("recompute", *tokens.shape)
+    self._state = decode.recompute(self._params, self._state, tokens, lengths, slots, lanes, **self._model_options)
 
   def _take_weights(self) -> None:
     """Puts waiting weights into effect and drops prefixes of the old: what has not begun starts from the new."""
@@ -323,31 +340,38 @@ class Engine:
       self._pending = None
       self._generation += 1  # versions may repeat (an evaluation pins an old one), generations do not
       self._prefixes.clear()
+      if self._shapes.recompute_buckets:
+        self._recompute_running()
     if self._params is None:
       raise ValueError("the engine has no weights; call set_weights first.")
 
   def _refill(self) -> None:
     """Places waiting samples in free slots, first come first served, prefilling each prompt once."""
-    free = collections.deque(slot for slot, row in enumerate(self._rows) if row is None)
-    chosen: list[tuple[int, list[int]]] = []  # group, slots for it
-    while free and self._waiting:
+    chosen: dict[int, tuple[list[int], list[int]]] = {}  # group: slots, lanes that need its prompt
+    while self._waiting:
       index = self._waiting[0]
       group = self._groups[index]
       if self._pending is not None and not group.num_started:
         break  # new weights wait for what has begun, and nothing else may begin before them
-      chosen.append((index, [free.popleft() for _ in range(min(len(free), group.num_waiting))]))
-      if len(chosen[-1][1]) < group.num_waiting:
+      samples = range(group.num_started, group.num_started + group.num_waiting)
+      slots, lanes = self._table.claim(
+        index, samples=samples, generation=self._generation, groups_waiting=len(self._waiting)
+      )
+      if slots:
+        chosen[index] = slots, lanes
+        group.num_started += len(slots)
+      if group.num_waiting:
         break
       self._waiting.popleft()
-    self._prefill_prompts([index for index, _ in chosen if index not in self._prefixes])
-    by_prefix: dict[int, list[tuple[int, list[int]]]] = {}
-    for index, slots in chosen:
-      by_prefix.setdefault(id(self._prefixes[index].logits), []).append((index, slots))
+    self._prefill_prompts([index for index in chosen if index not in self._prefixes])
+    by_prefix: dict[int, dict[int, tuple[list[int], list[int]]]] = {}
+    for index, places in chosen.items():
+      by_prefix.setdefault(id(self._prefixes[index].logits), {})[index] = places
     for placed in by_prefix.values():
-      prefix = self._prefixes[placed[0][0]]
+      prefix = self._prefixes[next(iter(placed))]
       assert prefix.generation == self._generation
       self._insert(prefix.logits, prefix.cache, self._admission(placed))
-    for index, _ in chosen:
+    for index in chosen:
       if not self._groups[index].num_waiting:
         del self._prefixes[index]
 
@@ -355,11 +379,11 @@ class Engine:
     """Fills `_prefixes` for these groups; prompts of one length bucket share calls."""
     by_length: dict[int, list[int]] = {}
     for index in indices:
-      by_length.setdefault(bucket_of(self._prompt_buckets, len(self._groups[index].request.prompt)), []).append(index)
+      by_length.setdefault(bucket_of(self._shapes.prompt_buckets, len(self._groups[index].request.prompt)), []).append(index)
     for length, members in by_length.items():
       while members:
-        batch, members = members[: self._prefill_batches[-1]], members[self._prefill_batches[-1] :]
-        tokens = np.zeros((bucket_of(self._prefill_batches, len(batch)), length), np.int32)
+        batch, members = members[: self._shapes.prefill_batches[-1]], members[self._shapes.prefill_batches[-1] :]
+        tokens = np.zeros((bucket_of(self._shapes.prefill_batches, len(batch)), length), np.int32)
         lengths = np.ones(len(tokens), np.int32)  # of the rows that only fill the call up
         for row, index in enumerate(batch):
           prompt = self._groups[index].request.prompt
@@ -368,9 +392,9 @@ class Engine:
         for row, index in enumerate(batch):
           self._prefixes[index] = _Prefix(logits=logits, cache=cache, row=row, generation=self._generation)
 
-  def _admission(self, placed: list[tuple[int, list[int]]]) -> decode.Admission:
-    """The next waiting samples of each group go to its slots; the host's books are updated."""
-    num = self._slots
+  def _admission(self, placed: dict[int, tuple[list[int], list[int]]]) -> decode.Admission:
+    """What goes where, for the samples that the table has put in these slots of each group."""
+    num, num_lanes = self._shapes.slots, self._shapes.num_lanes
     admission = decode.Admission(
       admitted=np.zeros(num, bool),
       sources=np.zeros(num, np.int32),
@@ -379,32 +403,60 @@ class Engine:
       keys=np.zeros((num, 2), np.uint32),
       temperatures=np.zeros(num, np.float32),
       filters=decode.Filters(np.zeros(num, np.int32), np.ones(num, np.float32), np.zeros(num, np.float32)),
+      lanes=np.zeros(num_lanes, bool),
+      lane_sources=np.zeros(num_lanes, np.int32),
+      lane_lengths=np.zeros(num_lanes, np.int32),
     )
-    for index, slots in placed:
-      group = self._groups[index]
-      for slot in slots:
-        admission.admitted[slot] = True
-        admission.sources[slot] = self._prefixes[index].row
-        admission.lengths[slot] = len(group.request.prompt)
-        admission.limits[slot] = group.request.max_new_tokens
-        admission.keys[slot] = group.request.keys[group.num_started]
-        admission.temperatures[slot] = group.request.temperature
-        for name in decode.Filters._fields:
-          getattr(admission.filters, name)[slot] = getattr(group.request, name)
-        self._rows[slot] = (index, group.num_started)
-        group.num_started += 1
+    for index, (slots, lanes) in placed.items():
+      request, row = self._groups[index].request, self._prefixes[index].row
+      admission.lanes[lanes] = True
+      admission.lane_sources[lanes] = row
+      admission.lane_lengths[lanes] = len(request.prompt)
+      admission.admitted[slots] = True
+      admission.sources[slots] = row
+      admission.lengths[slots] = len(request.prompt)
+      admission.limits[slots] = request.max_new_tokens
+      admission.keys[slots] = request.keys[[self._table.rows[slot].sample for slot in slots]]
+      admission.temperatures[slots] = request.temperature
+      for name in decode.Filters._fields:
+        getattr(admission.filters, name)[slots] = getattr(request, name)
     return admission
 
-  def _cache_need(self, index: int, sample: int) -> int:
-    """Cache entries that the sample reads in the next chunk. Its last token's keys and values are never written."""
+  def _cache_need(self, index: int, sample: int) -> tuple[int, int]:
+    """Entries of the lane's prompt and of the slot's cache that the sample reads in the next chunk. Its last token's
+    keys and values are never written."""
     group = self._groups[index]
     prompt_tokens, count = len(group.request.prompt), max(1, int(group.lengths[sample]))
-    return prompt_tokens + min(count - 1 + self._chunk_options["num_tokens"], group.request.max_new_tokens - 1)
+    sampled = min(count - 1 + self._shapes.chunk_tokens, group.request.max_new_tokens - 1)
+    # At least 1: a dead row computes along at entry 0.
+    return (0, prompt_tokens + sampled) if self._shapes.lane_samples == 1 else (prompt_tokens, max(1, sampled))
+
+  def _recompute_running(self) -> None:
+    """Keys and values of everything under way, by the weights in effect."""
+    running = [slot for slot, row in enumerate(self._table.rows) if row is not None]
+    lane_of = self._table.first_running()
+    self._table.renew(self._generation)
+    by_length: dict[int, list[tuple[int, np.ndarray]]] = {}
+    for slot in running:
+      index, sample = self._table.rows[slot]
+      group = self._groups[index]
+      tokens = np.concatenate([group.request.prompt, group.tokens_of(sample)[:-1]])
+      by_length.setdefault(bucket_of(self._shapes.recompute_buckets, len(tokens)), []).append((slot, tokens))
+    num = self._shapes.prefill_batches[-1]
+    for length, members in by_length.items():
+      for first in range(0, len(members), num):
+        padded, lengths = np.zeros((num, length), np.int32), np.ones(num, np.int32)
+        slots = np.arange(num, dtype=np.int32) + self._shapes.slots  # of the rows that only fill the call up
+        lanes = slots.copy()
+        for row, (slot, tokens) in enumerate(members[first : first + num]):
+          padded[row, : len(tokens)], lengths[row], slots[row] = tokens, len(tokens), slot
+          lanes[row] = lane_of.get(slot, lanes[row])
+        self._recompute(padded, lengths, slots, lanes)
 
   def _harvest(self, output: decode.ChunkOutput) -> list[SampledGroup]:
     """Books a chunk's tokens and takes finished samples out of their slots."""
     finished = []
-    for slot, row in enumerate(self._rows):
+    for slot, row in enumerate(self._table.rows):
       if row is None:
         continue
       index, sample = row
@@ -416,7 +468,7 @@ class Engine:
         sample, tokens=output.tokens[taken, slot], log_mu=output.log_mu[taken, slot], version=self._version
       )
       if not output.live[slot]:
-        self._rows[slot] = None
+        self._table.rows[slot] = None
         if group.finish_one():
           finished.append(index)
     return [self._groups.pop(index).result(self._sampling_options["stop_ids"]) for index in sorted(finished)]

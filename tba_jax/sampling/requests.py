@@ -80,6 +80,10 @@ class PartialGroup:
     self._tokens[sample, new], self._log_mu[sample, new], self._versions[sample, new] = tokens, log_mu, version
     self.lengths[sample] = new.stop
 
+  def tokens_of(self, sample: int) -> np.ndarray:
+    """int32 [length], what the sample has so far."""
+    return self._tokens[sample, : self.lengths[sample]]
+
   def finish_one(self) -> bool:
     """Counts a sample as finished and says whether it was the last."""
     self._num_finished += 1
