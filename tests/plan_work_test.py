@@ -86,8 +86,7 @@ def test_prefill_and_decode():
   cache = jax.eval_shape(lambda: transformer.init_cache(LLAMA, batch=ROWS, length=TOKENS, dtype=jnp.float32))
   ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
   prefill = counted(
-    lambda p, t, n, c: transformer.prefill(p, LLAMA, t, n, c, dtype=jnp.float32), params, ints(ROWS, TOKENS),
-    ints(ROWS), cache)
+    lambda p, t, n: transformer.prefill(p, LLAMA, t, n, dtype=jnp.float32), params, ints(ROWS, TOKENS), ints(ROWS))
   formula = work.forward_flops(LLAMA, tokens=ROWS * TOKENS, context=TOKENS, head_tokens=ROWS)
   assert formula == pytest.approx(prefill, rel=0.06) and formula < prefill
   step = counted(

@@ -17,7 +17,7 @@ from tba_jax.models.variants import ModelConfig
 from tba_jax.plan import chips, predict, programs, splits, topology, work
 from tba_jax.plan.compiler import Compiled, compile_program
 from tba_jax.plan.report import Entry, Plan
-from tba_jax.sampling.buckets import bucket_of
+from tba_jax.sampling.buckets import bucket_of, power_of_two_buckets
 from tba_jax.sharding import split_devices
 
 _NOT_COMPILED = Compiled("not compiled")
@@ -78,7 +78,7 @@ def workload(config: ConfigDict, mean_prompt_tokens: float, mean_response_tokens
     one_pass=train.micro_batches == 1 or build.whole_groups_per_micro_batch(config),
     adapters_only=build.lora_settings(config) is not None, optimizer=train.optimizer,
     compute_bytes=2 if train.compute_dtype == "bfloat16" else 4, sample_bytes=2 if sample.dtype == "bfloat16" else 4,
-    slots=sample.slots, chunk_tokens=sample.chunk_tokens, kv_length=bucket_of(shapes.kv_buckets, longest),
+    slots=sample.slots, chunk_tokens=sample.chunk_tokens, kv_length=bucket_of(power_of_two_buckets(128, shapes.cache_tokens), longest),
     cache_length=shapes.cache_tokens, prefill_prompts=shapes.prefill_batches[-1],
     prefill_tokens=bucket_of(shapes.prompt_buckets, math.ceil(mean_prompt_tokens)),
     every_steps=1 if queue else config.sync.every_steps,

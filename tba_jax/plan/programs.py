@@ -23,7 +23,7 @@ from tba_jax.models.variants import ModelConfig
 from tba_jax.replay.collate import BatchShape, batch_shapes
 from tba_jax.runtime.trainer import abstract_batch
 from tba_jax.sampling import decode
-from tba_jax.sampling.buckets import power_of_two_buckets
+from tba_jax.sampling.shapes import Shapes, make_shapes
 
 
 class Resident(NamedTuple):
@@ -106,7 +106,7 @@ def all_batches(config: ConfigDict, num_devices: int) -> tuple[BatchShape, ...]:
 def searcher_part(config: ConfigDict, cfg: ModelConfig, devices: Sequence[jax.Device]) -> Part:
   """A searcher on these devices: a chunk of decoding, prefill and refill of slots, scoring, at their largest shapes."""
   sample, place = config.sample, build.place_searcher(cfg, devices)
-  lora, dtype = build.lora_settings(config), jnp.dtype(sample.dtype)
+  lora, dtype, cache_dtype = build.lora_settings(config), jnp.dtype(sample.dtype), jnp.dtype(sample.cache_dtype)
   whole = _cast(transformer.abstract_params(cfg), dtype)
   weights = _put(jax.eval_shape(transformer.unstack, whole), place.weights)
   reference = _put(whole, place.reference)
@@ -114,15 +114,18 @@ def searcher_part(config: ConfigDict, cfg: ModelConfig, devices: Sequence[jax.De
   shardings = None if one else decode.slot_shardings(place.mesh, cfg)
   everywhere = SingleDeviceSharding(devices[0]) if one else NamedSharding(place.mesh, PartitionSpec())
   state = jax.eval_shape(functools.partial(
-    decode.init_state, cfg, slots=sample.slots, cache_tokens=slots.cache_tokens, dtype=dtype))
+    decode.init_state, cfg, slots=sample.slots, cache_tokens=slots.slot_tokens, cache_dtype=cache_dtype,
+    lane_samples=sample.lane_samples, prefix_tokens=sample.max_prompt_tokens))
   rows, cache = (everywhere, everywhere) if one else (shardings.rows, shardings.cache)
-  state = _put(state._replace(cache=None), rows)._replace(cache=_put(state.cache, cache))
+  state = _put(state._replace(cache=None, prefix=None), rows)._replace(
+    cache=_put(state.cache, cache), prefix=_put(state.prefix, cache))
   options = dict(
     stop_ids=(cfg.vocab_size - 1,), log_mu_temperature=float(sample.temperature), filtering=False, shardings=shardings)
   prompts = (slots.prefill_batches[-1], slots.prompt_buckets[-1])
   ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
   prefill = functools.partial(
-    decode.prefill.lower, weights, ints(*prompts), ints(prompts[0]), cfg=cfg, dtype=dtype, shardings=shardings)
+    decode.prefill.lower, weights, ints(*prompts), ints(prompts[0]), cfg=cfg, dtype=dtype, cache_dtype=cache_dtype,
+    shardings=shardings)
   chunk = functools.partial(
     decode.decode_chunk.lower, weights, state, cfg=cfg, num_tokens=sample.chunk_tokens, dtype=dtype, **options)
   score = build.make_scorer(config, cfg, place.mesh)
@@ -131,12 +134,12 @@ def searcher_part(config: ConfigDict, cfg: ModelConfig, devices: Sequence[jax.De
   num_scores = len(config.train.length_buckets)
   # Of the lengths of cache that a chunk may read, the whole takes most memory, though shorter ones are copied out.
   programs = [
-    Program("decode", functools.partial(chunk, kv_length=slots.cache_tokens), len(slots.kv_buckets),
-            float(sample.chunk_tokens)),
+    Program("decode", functools.partial(chunk, kv_length=slots.kv_buckets[-1], prefix_length=slots.prefix_buckets[-1]),
+            len(slots.kv_buckets) * len(slots.prefix_buckets), float(sample.chunk_tokens)),
     Program("prefill", prefill, num_prefills),
     Program("score", lambda: score.lower(reference, *texts), num_scores),
   ]
-  prefix = 2 * prompts[0] * prompts[1] * _cache_bytes_per_token(cfg, dtype, len(devices))
+  prefix = 2 * prompts[0] * prompts[1] * _cache_bytes_per_token(cfg, cache_dtype, len(devices))
   residents = [
     Resident("weights", _bytes(weights)),
     Resident("weights that arrive", _bytes(weights)),
@@ -156,21 +159,12 @@ def searcher_part(config: ConfigDict, cfg: ModelConfig, devices: Sequence[jax.De
   return Part(tuple(residents), tuple(programs), _bytes(moved))
 
 
-class EngineShapes(NamedTuple):
-  """Sizes that a searcher's engine declares, by its own defaults."""
-
-  cache_tokens: int
-  prompt_buckets: tuple[int, ...]
-  prefill_batches: tuple[int, ...]
-  kv_buckets: tuple[int, ...]
-
-
-def engine_shapes(config: ConfigDict) -> EngineShapes:
-  """As `sampling.engine.Engine` chooses them for this config."""
+def engine_shapes(config: ConfigDict) -> Shapes:
+  """The sizes of a searcher's engine."""
   sample = config.sample
-  cache_tokens = sample.max_prompt_tokens + sample.max_new_tokens
-  return EngineShapes(
-    cache_tokens, power_of_two_buckets(16, sample.max_prompt_tokens), (1, 4), power_of_two_buckets(128, cache_tokens))
+  return make_shapes(
+    slots=sample.slots, lane_samples=sample.lane_samples, max_prompt_tokens=sample.max_prompt_tokens,
+    max_new_tokens=sample.max_new_tokens, chunk_tokens=sample.chunk_tokens, recompute_kv=sample.recompute_kv)
 
 
 def host_bytes(config: ConfigDict) -> int:

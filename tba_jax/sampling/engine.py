@@ -24,7 +24,7 @@ from tba_jax.models.variants import ModelConfig
 from tba_jax.sampling import decode
 from tba_jax.sampling.buckets import bucket_of
 from tba_jax.sampling.requests import PartialGroup, SampledGroup, SampleRequest, check_request, sample_keys
-from tba_jax.sampling.shapes import make_shapes
+from tba_jax.sampling.shapes import PREFILL_BATCHES, make_shapes
 from tba_jax.sampling.slots import SlotTable
 
 __all__ = ["Engine", "SampleRequest", "SampledGroup", "sample_keys"]
@@ -83,7 +83,7 @@ class Engine:
     log_mu_temperature: float,
     cache_tokens: int | None = None,
     prompt_buckets: Sequence[int] | None = None,
-    prefill_batches: Sequence[int] = (1, 4),
+    prefill_batches: Sequence[int] = PREFILL_BATCHES,
     kv_buckets: Sequence[int] | None = None,
     in_flight: bool = True,
     recompute_kv: bool = False,

@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from tba_jax.sampling.buckets import checked_buckets, power_of_two_buckets
 
 
+PREFILL_BATCHES = (1, 4)  # prompts that are prefilled in one call
+
+
 @dataclasses.dataclass(frozen=True)
 class Shapes:
   """Made by `make_shapes`; the names are those of `Engine`'s arguments."""
@@ -42,8 +45,8 @@ class Shapes:
 
 def make_shapes(
   *, slots: int, lane_samples: int, max_prompt_tokens: int, max_new_tokens: int, chunk_tokens: int,
-  cache_tokens: int | None, prompt_buckets: Sequence[int] | None, prefill_batches: Sequence[int],
-  kv_buckets: Sequence[int] | None, recompute_kv: bool,
+  recompute_kv: bool, cache_tokens: int | None = None, prompt_buckets: Sequence[int] | None = None,
+  prefill_batches: Sequence[int] = PREFILL_BATCHES, kv_buckets: Sequence[int] | None = None,
 ) -> Shapes:
   """Defaults filled in. Raises: ValueError for sizes that contradict each other."""
   for name, value in (
