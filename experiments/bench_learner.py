@@ -147,7 +147,7 @@ def one_round(
   seen = {name: np.array([(run["loss"], run["grad_norm"]) for run in each]) for name, each in runs.items()}
   for name in list(runs)[1:]:
     apart = float(np.abs(seen[name] / seen["ours"] - 1).max())
-    bench.progress.say(f"{case}: losses and gradient norms of {name} against ours: {apart:.1e} apart (relative) at most")
+    bench.progress.say(f"{case}: losses and gradient norms of {name} and ours: {apart:.1e} apart (relative) at most")
     assert apart < STEP_TOLERANCE, (name, seen)
   return runs, compile_secs
 
@@ -179,7 +179,8 @@ def main() -> None:
   args = interleave.parse(parser, cases=CASES)
   run = {"S": train_step, "M": train_step, "run": whole_steps}
   with interleave.Workers(core=args.core) as workers, tempfile.TemporaryDirectory() as folder:
-    versions = {"ours": workers.start("ours", "experiments.rivals.ours_learner", python=args.ours_python, required=True)}
+    versions = {}
+    versions["ours"] = workers.start("ours", "experiments.rivals.ours_learner", python=args.ours_python, required=True)
     for name, module in (("tunix", "tunix_jax"), ("trl", "trl_torch")):
       versions[name] = workers.start(name, f"experiments.rivals.{module}", python=getattr(args, f"{name}_python"))
     bench = Bench(workers, args, pathlib.Path(folder))

@@ -1,4 +1,4 @@
-"""How fast the engine samples: against `transformers` generate, google-tunix's sampler, itself without sharing, the core.
+"""How fast the engine samples: against `transformers` generate, google-tunix's sampler, itself, and the core.
 
     python experiments/bench_sampler.py --transformers_python=A --tunix_python=B
 
@@ -10,7 +10,8 @@ to be the likeliest tokens.
 Models: S has 4 layers of width 256 and 512 ids, M the shape of SmolLM2-135M; weights are random. Cases:
 
     S, M      32 (16) sequences, 64 prompt tokens, 128 new ones each
-    groups    S: 4 prompts of 256 tokens x 16 samples x 64 new tokens; the rival is the same engine, each sample by itself
+    groups    S: 4 prompts of 256 tokens x 16 samples x 64 new tokens; the rivals are the same engine with
+              the prompt's keys copied to each sample, and with each sample a request of its own
     ragged    S: 128 requests, 64 prompt tokens, new tokens lognormal (median 48, sigma 0.8, at most 256), 16 slots
     growth    S: new tokens per second at sequences of 128 to 2048 tokens and 1 to 64 slots, and a plot of it
 
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+import functools
 import importlib.util
 import pathlib
 import statistics
@@ -50,15 +52,21 @@ class Work(NamedTuple):
   samples: int = 1
 
   @property
+  def few(self) -> Work:
+    """A little of it, for a check."""
+    return Work(self.prompts[:4], [min(new, 16) for new in self.new_tokens[:4]])
+
+  @property
   def requests(self) -> list[tuple[int, int, int]]:
     return [(len(prompt), new, self.samples) for prompt, new in zip(self.prompts, self.new_tokens, strict=True)]
 
 
 class Arm(NamedTuple):
-  """A system doing the work: sample(seed, greedy) -> figures, with the tokens if greedy."""
+  """A system with the work: sample(seed) -> figures; greedy() -> tokens of a few prompts."""
 
   name: str
-  sample: Callable[[int, bool], dict[str, Any]]
+  sample: Callable[[int], dict[str, Any]]
+  greedy: Callable[[], dict[str, Any]]
 
 
 class Bench:
@@ -95,34 +103,35 @@ class Bench:
     assert difference < LOG_PROB_TOLERANCE, (what, difference)
 
   def check_greedy(self, case: str, work: Work, arms: list[Arm]) -> None:
-    """Each token that a sampler takes greedily is, by our scorer, the likeliest one. It is the warm-up as well."""
+    """Each token that a sampler takes greedily is, by our scorer, the likeliest one."""
     for arm in arms:
-      tokens = arm.sample(0, True)["tokens"]
-      rows = [prompt + new for prompt, new in zip(work.prompts[:4], tokens)]
+      tokens = arm.greedy()["tokens"]
+      rows = [prompt + new for prompt, new in zip(work.prompts, tokens)]
       gap = self.ours.call("greedy_gap", tokens=rows, prompt_tokens=len(work.prompts[0]))
       self._check(f"{case}: greedy tokens of {arm.name} against our likeliest", gap)
 
   def engine_arm(self, name: str, key: str, work: Work, options: dict[str, Any]) -> tuple[Arm, float]:
     """Our engine, and the seconds that its programs took to compile."""
     secs = self.ours.call("prepare_sampler", key=key, options=options)
-    sample = lambda seed, greedy: self.ours.call("sample", key=key, seed=seed, greedy=greedy, **work._asdict())
-    return Arm(name, sample), secs
+    return self._arm(name, "ours", work, key=key), secs
 
-  def tunix_arm(self, key: str, work: Work) -> tuple[Arm, float]:
-    asked = dict(key=key, prompts=work.prompts, new_tokens=work.new_tokens)
-    secs = self.workers["tunix"].call("prepare_sampler", **asked)
-    return Arm("tunix", lambda seed, greedy: self.workers["tunix"].call("sample", seed=seed, greedy=greedy, **asked)), secs
-
-  def transformers_arm(self, name: str, kind: str, work: Work, *, slots: int) -> Arm:
-    asked = dict(kind=kind, slots=slots, prompts=work.prompts, new_tokens=work.new_tokens)
+  def _arm(self, name: str, worker: str, work: Work, **more: Any) -> Arm:
+    call = functools.partial(self.workers[worker].call, "sample", **more)
     return Arm(
-      f"transformers {name}",
-      lambda seed, greedy: self.workers["transformers"].call("sample", seed=seed, greedy=greedy, **asked),
+      name, lambda seed: call(seed=seed, **work._asdict()), lambda: call(seed=0, greedy=True, **work.few._asdict())
     )
 
+  def tunix_arm(self, key: str, work: Work) -> tuple[Arm, float]:
+    secs = self.workers["tunix"].call("prepare_sampler", key=key, **work._asdict())
+    return self._arm("tunix", "tunix", work, key=key), secs
+
+  def transformers_arm(self, name: str, kind: str, work: Work, *, slots: int) -> Arm:
+    return self._arm(f"transformers {name}", "transformers", work, kind=kind, slots=slots)
+
   def run(self, arms: list[Arm]) -> dict[str, list[dict]]:
-    pairs = [(arm.name, lambda seed, arm=arm: arm.sample(seed, False)) for arm in arms]
-    return interleave.interleave(pairs, repetitions=self.args.repetitions, say=self.progress.advance)
+    return interleave.interleave(
+      [(arm.name, arm.sample) for arm in arms], repetitions=self.args.repetitions, say=self.progress.advance
+    )
 
   def limits(self, model: str, work: Work, *, steps: int, rows: int) -> dict[str, float]:
     """Seconds that the core needs at least, and seconds of the weight products of `steps` decode steps."""
@@ -132,8 +141,12 @@ class Bench:
     limit = reading / peaks["flops_per_sec"] + max(
       num_bytes / peaks["bytes_per_sec"], decoding / peaks["flops_per_sec"]
     )
-    floor = statistics.median(self.ours.call("floor", model=model, rows=rows)["secs"] for _ in range(9))
+    floor = self.floor(model, rows)
     return {"limit_secs": limit, "floor_step_secs": floor, "floor_secs": floor * steps, **peaks}
+
+  def floor(self, model: str, rows: int) -> float:
+    """Seconds of the weight products of one decode step alone."""
+    return statistics.median(self.ours.call("floor", model=model, rows=rows)["secs"] for _ in range(9))
 
   def add(self, case: str, runs: dict[str, list[dict]], limits: dict[str, float], **more: Any) -> None:
     """A row for each rival; `fastest` marks the one that counts."""
@@ -181,14 +194,12 @@ def groups(bench: Bench, case: str) -> None:
     slots=count * samples, max_prompt_tokens=prompt_tokens, max_new_tokens=new, chunk_tokens=16,
     prompt_buckets=(prompt_tokens,), prefill_batches=(count,),
   )
-  arms = []
-  if "lane_samples" in bench.ours.call("engine_options"):
-    arms.append(bench.engine_arm("ours", "lanes", shared, {**options, "lane_samples": samples})[0])
-    arms.append(bench.engine_arm("ours, copied", "copied", shared, {**options, "lane_samples": 1})[0])
-  else:
-    arms.append(bench.engine_arm("ours", "copied", shared, options)[0])
-  arms.append(bench.engine_arm("ours, not shared", "copied", alone, options)[0])
-  bench.check_greedy(case, Work(prompts, [new] * count), arms[:-1])
+  arms = [
+    bench.engine_arm("ours", "lanes", shared, {**options, "lane_samples": samples})[0],
+    bench.engine_arm("ours, copied", "copied", shared, {**options, "lane_samples": 1})[0],
+    bench.engine_arm("ours, not shared", "alone", alone, {**options, "lane_samples": 1})[0],
+  ]
+  bench.check_greedy(case, shared, arms[:2])
   bench.add(case, bench.run(arms), bench.limits(model, shared, steps=new - 1, rows=count * samples))
 
 
@@ -263,9 +274,7 @@ def growing(bench: Bench, case: str) -> None:
     bench.progress.advance("growth")
   bench.ours.call("forget_samplers")
   peaks = bench.ours.call("peaks")
-  floors = {
-    rows: statistics.median(bench.ours.call("floor", model=model, rows=rows)["secs"] for _ in range(9)) for rows in slots
-  }
+  floors = {rows: bench.floor(model, rows) for rows in slots}
   step_secs = {key: statistics.median(values) for key, values in secs.items()}
   bench.rows += growth.rows(case, model, step_secs, floors=floors, **peaks)
   bench.notes.append(growth.reason(model, step_secs, floors=floors))

@@ -72,7 +72,8 @@ def test_learner_benchmark_runs_whole_steps(tmp_path):
 
 def test_unknown_case_is_refused(tmp_path):
   done = subprocess.run(
-    [sys.executable, "experiments/bench_sampler.py", "--cases=S,XL"], cwd=REPO, capture_output=True, text=True, check=False
+    [sys.executable, "experiments/bench_sampler.py", "--cases=S,XL"], cwd=REPO, capture_output=True, text=True,
+    check=False,
   )
   assert done.returncode == 2 and "--cases: XL is none of S, M, groups, ragged, growth" in done.stderr
 

@@ -1,1 +1,1 @@
-"""The systems that the benchmarks compare, each in a process of its own: `worker.py` runs one, `interleave.py` drives them."""
+"""The systems that the benchmarks compare, each in a process of its own: `worker.py` is one, `interleave.py` drives."""

@@ -40,7 +40,8 @@ def reason(model: str, step_secs: StepSecs, *, floors: Mapping[int, float]) -> s
     speed = shapes.cache_token_bytes(model) / slope / 1e9 if slope > 0 else float("inf")
     parts.append(
       f"at {slots} slots a step takes {constant * 1e3:.2f} ms whatever the length (weight products alone "
-      f"{floors[slots] * 1e3:.2f} ms) and {slope * 1e6:.2f} us for each cached token, {speed:.1f} GB/s of keys and values"
+      f"{floors[slots] * 1e3:.2f} ms) and {slope * 1e6:.2f} us for each cached token, {speed:.1f} GB/s of keys and "
+      "values"
     )
   return "Growth: " + "; ".join(parts) + "."
 

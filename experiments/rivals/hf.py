@@ -38,13 +38,15 @@ class System:
     return torch.nn.functional.pad(chosen, (1, 0)).tolist()
 
   def sample(
-    self, kind: str, prompts: list[list[int]], new_tokens: list[int], slots: int, seed: int, greedy: bool = False
+    self, kind: str, prompts: list[list[int]], new_tokens: list[int], samples: int, slots: int, seed: int,
+    greedy: bool = False,
   ) -> dict[str, Any]:
-    """Samples every prompt; `tokens_per_sec` counts the tokens that were asked for.
+    """Samples every prompt once; `tokens_per_sec` counts the tokens that were asked for.
 
     `kind`: "dynamic" or "static" cache, in batches of `slots` prompts in the given order, each run until its longest
     request is done; "continuous" is the package's continuous batching with at most `slots` requests at once.
     """
+    assert samples == 1, samples
     torch.manual_seed(seed)
     run = self._continuous if kind == "continuous" else self._batches
     began = time.perf_counter()

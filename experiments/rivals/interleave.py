@@ -180,7 +180,7 @@ def add_flags(parser: argparse.ArgumentParser, *, cases: Sequence[str], out: str
   parser.add_argument("--cases", default=",".join(cases), help="of " + ",".join(cases))
   parser.add_argument("--repetitions", type=int, default=5)
   parser.add_argument("--core", type=int, default=max(os.sched_getaffinity(0)), help="that all systems share")
-  parser.add_argument("--quick", action="store_true", help="a tiny model: shows that the script works, measures nothing")
+  parser.add_argument("--quick", action="store_true", help="a tiny model: that the script works; measures nothing")
   parser.add_argument("--out", type=pathlib.Path, default=REPO / "experiments/results" / out)
 
 
@@ -198,7 +198,9 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
   columns = ("case", "rival_name", "ours", "rival", "ratio", "target", "limit_fraction", "floor_fraction", "unit")
 
   def cell(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) and value < 100 else f"{value:.0f}" if isinstance(value, float) else str(value or "")
+    if not isinstance(value, float):
+      return "" if value is None else str(value)
+    return f"{value:.3g}" if value < 100 else f"{value:.0f}"
 
   lines = [columns, *([cell(row.get(column)) for column in columns] for row in rows)]
   widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]

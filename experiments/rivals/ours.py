@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import pathlib
 import time
 from typing import Any
@@ -47,9 +46,6 @@ class System:
 
   def versions(self) -> dict[str, str]:
     return {"jax": jax.__version__, "flax": flax.__version__}
-
-  def engine_options(self) -> list[str]:
-    return list(inspect.signature(Engine).parameters)
 
   def write_model(self, model: str, folder: str) -> None:
     """A random model of the named shape as a folder that every system loads."""

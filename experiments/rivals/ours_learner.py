@@ -107,8 +107,8 @@ def run_config(folder: str, settings: dict[str, Any], *, steps: int) -> Any:
     warmup_steps=0, micro_batches=settings["micro_batches"], length_buckets=(MAX_PROMPT_TOKENS + new,),
   )
   config.sample.update(
-    responses_per_prompt=responses, max_new_tokens=new, slots=prompts * responses, chunk_tokens=settings["chunk_tokens"],
-    truncated="score",
+    responses_per_prompt=responses, max_new_tokens=new, slots=prompts * responses,
+    chunk_tokens=settings["chunk_tokens"], truncated="score",
   )
   config.buffer.update(fill_responses=0, dedup=False, recent_fraction=1.0)
   config.devices.update(trainer=1, searchers=1, share=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-# Fields of a Llama's config.json. M has the shape of SmolLM2-135M; QUICK is for the test that the scripts run. rope_theta is
-# the one that google-tunix's Llama uses, whatever its config says.
+# Fields of a Llama's config.json. M has the shape of SmolLM2-135M; QUICK is for the test that the scripts run.
+# rope_theta is the one that google-tunix's Llama uses, whatever its config says.
 MODELS = {
   "S": dict(
     hidden_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4, intermediate_size=688,

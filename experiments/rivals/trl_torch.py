@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer as a system of the benchmarks: its scoring and optimizer with the TB loss, and its own whole steps."""
+"""TRL's GRPOTrainer as a system of the benchmarks: its scoring and optimizer with the TB loss, and its whole steps."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class System:
     return residual.square().mean() / (2 * self._beta)
 
   def train(self, steps: int) -> dict[str, Any]:
-    """Loss, backward, clip and AdamW on the same batch; seconds of a step, loss and gradient norm (of the last step)."""
+    """Loss, backward, clip and AdamW on the same batch; seconds of a step, loss and gradient norm (of the last)."""
     began = time.perf_counter()
     for _ in range(steps):
       loss = self._loss()

@@ -79,7 +79,7 @@ class System:
     )
     return jnp.pad(log_p, ((0, 0), (1, 0))).tolist()
 
-  def prepare_sampler(self, key: str, prompts: list[list[int]], new_tokens: list[int]) -> float:
+  def prepare_sampler(self, key: str, prompts: list[list[int]], new_tokens: list[int], samples: int) -> float:
     """Builds a sampler whose cache is as long as needed, and compiles it by a first call; seconds."""
     began = time.perf_counter()
     m = shapes.MODELS[self._name]
@@ -88,13 +88,14 @@ class System:
       num_kv_heads=m["num_key_value_heads"], head_dim=shapes.head_dim(self._name),
     )
     self._samplers[key] = sampler_lib.Sampler(self._model, Ids(), cache)
-    self.sample(key, prompts, new_tokens, seed=0)
+    self.sample(key, prompts, new_tokens, samples, seed=0)
     return time.perf_counter() - began
 
   def sample(
-    self, key: str, prompts: list[list[int]], new_tokens: list[int], seed: int, greedy: bool = False
+    self, key: str, prompts: list[list[int]], new_tokens: list[int], samples: int, seed: int, greedy: bool = False
   ) -> dict[str, Any]:
-    """Samples all prompts, of one length, at once; the number of new tokens is the same for all."""
+    """Samples all prompts, of one length, once; the number of new tokens is the same for all."""
+    assert samples == 1 and len(set(new_tokens)) == 1, (samples, new_tokens)
     texts = [" ".join(map(str, prompt)) for prompt in prompts]
     how = {} if greedy else {"temperature": 1.0, "top_p": 1.0}
     began = time.perf_counter()
