@@ -1,0 +1,79 @@
+"""Predictions against what runs here: a train step and decoding on one CPU device, by peaks measured beforehand."""
+
+from __future__ import annotations
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tba_jax import learner
+from tba_jax.losses.registry import make_loss
+from tba_jax.models import transformer
+from tba_jax.models.variants import from_huggingface
+from tba_jax.plan import chips, predict, work
+from tba_jax.replay.collate import collate_supervised
+from tba_jax.sampling import decode
+
+CFG = from_huggingface(dict(
+  model_type="llama", vocab_size=8192, hidden_size=512, num_hidden_layers=6, num_attention_heads=8,
+  num_key_value_heads=4, intermediate_size=1536, max_position_embeddings=512))
+
+
+def best_secs(run) -> float:
+  """Of three runs after one that compiles."""
+  run()
+  found = []
+  for _ in range(3):
+    began = time.perf_counter()
+    run()
+    found.append(time.perf_counter() - began)
+  return min(found)
+
+
+@pytest.mark.slow
+def test_train_step_and_decode_within_a_factor_of_two():
+  chip = chips.measure_cpu(1)
+  params = jax.device_put(transformer.init_params(CFG, jax.random.key(0)), jax.devices()[0])
+
+  rows, tokens = 8, 128
+  schedule = learner.make_schedule("constant", learning_rate=1e-5)
+  optimizer = learner.make_optimizer("adamw", schedule=schedule, clip_norm=1.0)
+  step = learner.make_train_step(
+    CFG, make_loss("sft"), optimizer, temperature=1.0, compute_dtype=jnp.float32, remat="full", micro_batches=2,
+    chunk_tokens=256, whole_groups_per_micro_batch=True)
+  batch = collate_supervised(
+    [([1] * 64, list(range(2, 66))) for _ in range(rows)], row_multiple=rows, length_buckets=(tokens,), pack=False)
+  states = [learner.init_train_state(jax.tree.map(jnp.copy, params), optimizer)]
+
+  def train():
+    states[0] = jax.block_until_ready(step(states[0], batch, np.float32(1.0)))[0]
+
+  measured = best_secs(train)
+  of_step = work.train_work(
+    CFG, rows=rows, row_tokens=tokens, micro_batches=2, remat="full", one_pass=True, adapters_only=False,
+    optimizer="adamw", compute_bytes=4, devices=1, fused_attention=False)
+  step_ratio = predict.terms(of_step, 0.0, chip).secs / measured
+
+  slots, length, chunk = 16, 256, 16
+  weights = transformer.unstack(params)
+  state = decode.init_state(CFG, slots=slots, cache_tokens=length, dtype=jnp.float32)
+  decoding = [state._replace(
+    live=jnp.ones(slots, bool), limits=jnp.full(slots, 10_000), temperatures=jnp.ones(slots),
+    positions=jnp.full(slots, 8))]
+
+  def run_chunk():
+    decoding[0] = decoding[0]._replace(positions=jnp.full(slots, 8))
+    decoding[0], output = decode.decode_chunk(
+      weights, decoding[0], cfg=CFG, num_tokens=chunk, kv_length=length, stop_ids=(), log_mu_temperature=1.0,
+      filtering=False, dtype=jnp.float32, shardings=None)
+    jax.block_until_ready(output)
+
+  measured = best_secs(run_chunk) / chunk
+  of_token = work.decode_work(
+    CFG, slots=slots, kv_length=length, cache_length=length, chunk_tokens=chunk, compute_bytes=4, devices=1)
+  decode_ratio = predict.terms(of_token, 0.0, chip).secs / measured
+  print(f"predicted / measured: train step {step_ratio:.2f}, decoded token {decode_ratio:.2f}")
+  assert 0.5 < step_ratio < 2 and 0.5 < decode_ratio < 2, (step_ratio, decode_ratio)
