@@ -59,7 +59,8 @@ def test_train_step_and_decode_within_a_factor_of_two():
 
   slots, length, chunk = 16, 256, 16
   weights = transformer.unstack(params)
-  state = decode.init_state(CFG, slots=slots, cache_tokens=length, dtype=jnp.float32)
+  state = decode.init_state(
+    CFG, slots=slots, cache_tokens=length, cache_dtype=jnp.float32, lane_samples=1, prefix_tokens=0)
   decoding = [state._replace(
     live=jnp.ones(slots, bool), limits=jnp.full(slots, 10_000), temperatures=jnp.ones(slots),
     positions=jnp.full(slots, 8))]
@@ -67,13 +68,14 @@ def test_train_step_and_decode_within_a_factor_of_two():
   def run_chunk():
     decoding[0] = decoding[0]._replace(positions=jnp.full(slots, 8))
     decoding[0], output = decode.decode_chunk(
-      weights, decoding[0], cfg=CFG, num_tokens=chunk, kv_length=length, stop_ids=(), log_mu_temperature=1.0,
-      filtering=False, dtype=jnp.float32, shardings=None)
+      weights, decoding[0], cfg=CFG, num_tokens=chunk, kv_length=length, prefix_length=0, stop_ids=(),
+      log_mu_temperature=1.0, filtering=False, dtype=jnp.float32, shardings=None)
     jax.block_until_ready(output)
 
   measured = best_secs(run_chunk) / chunk
   of_token = work.decode_work(
-    CFG, slots=slots, kv_length=length, cache_length=length, chunk_tokens=chunk, compute_bytes=4, devices=1)
+    CFG, slots=slots, kv_length=length, cache_length=length, chunk_tokens=chunk, compute_bytes=4,
+    cache_bytes=4, devices=1)
   decode_ratio = predict.terms(of_token, 0.0, chip).secs / measured
   print(f"predicted / measured: train step {step_ratio:.2f}, decoded token {decode_ratio:.2f}")
   assert 0.5 < step_ratio < 2 and 0.5 < decode_ratio < 2, (step_ratio, decode_ratio)

@@ -43,7 +43,7 @@ def test_terms():
   assert terms.secs == pytest.approx(5.0)
 
 
-LOAD = planner.workload(load_config("configs/gsm8k.py"), 100, 200)
+LOAD = planner.workload(load_config("configs/gsm8k.py"), RHO, 100, 200)
 
 
 def predicted(load=LOAD, chip=CHIPS["v5e"], *, trainer=4, searchers=4, share=False, **changes):
@@ -75,6 +75,17 @@ def test_prediction_by_hand():
   assert p.steps_per_hour == pytest.approx(3600 / p.step.secs) and p.trainer_idle == 0 and p.searcher_idle == 0
   assert p.transfer_secs == pytest.approx(2.2e9 / (4.5e10 * 0.8))
   assert p.staleness_updates > 0.75 * 2 + 0.5
+
+
+def test_lanes_read_a_prompt_once():
+  config = load_config("configs/gsm8k.py")
+  config.sample.update(lane_samples=24, cache_dtype="int8")
+  load = planner.workload(config, RHO, 100, 200)
+  assert (load.kv_length, load.prefix_length, load.cache_length) == (512, 128, 512)
+  entry = 22_528 / 2 + 22 * 2 * 4 * 4  # int8, and a float32 scale for each head's key and value
+  nothing = predicted(load, kv_length=0, prefix_length=0, cache_length=0)
+  read = predicted(load).decode_work.hbm_bytes - nothing.decode_work.hbm_bytes
+  assert read == pytest.approx((96 * 512 + 4 * 128) * entry)
 
 
 def test_who_waits():

@@ -86,28 +86,28 @@ def test_prefill_and_decode():
   cache = jax.eval_shape(lambda: transformer.init_cache(LLAMA, batch=ROWS, length=LONG, dtype=jnp.float32))
   ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
   prefill = counted(
-    lambda p, t, n, c: transformer.prefill(p, LLAMA, t, n, c, dtype=jnp.float32), params, ints(ROWS, LONG),
-    ints(ROWS), cache)
+    lambda p, t, n: transformer.prefill(p, LLAMA, t, n, dtype=jnp.float32, cache_dtype=jnp.float32), params,
+    ints(ROWS, LONG), ints(ROWS))
   formula = work.forward_flops(LLAMA, tokens=ROWS * LONG, context=LONG, head_tokens=ROWS)
   assert formula == pytest.approx(prefill, rel=0.06) and formula < prefill
   step = counted(
     lambda p, t, n, c: transformer.decode_step(p, LLAMA, t, n, c, dtype=jnp.float32), params, ints(ROWS), ints(ROWS),
     cache)
   token = work.decode_work(
-    LLAMA, slots=ROWS, kv_length=LONG, cache_length=LONG, chunk_tokens=1, compute_bytes=4, devices=1)
+    LLAMA, slots=ROWS, kv_length=LONG, cache_length=LONG, chunk_tokens=1, compute_bytes=4, cache_bytes=4, devices=1)
   assert token.flops == pytest.approx(step, rel=0.1) and token.flops < step
 
 
 def test_memory_of_a_decoded_token_is_weights_and_cache():
   token = work.decode_work(
-    LLAMA, slots=2, kv_length=100, cache_length=100, chunk_tokens=8, compute_bytes=2, devices=1)
+    LLAMA, slots=2, kv_length=100, cache_length=100, chunk_tokens=8, compute_bytes=2, cache_bytes=2, devices=1)
   leaves = transformer.abstract_params(LLAMA)
   weights = 2 * sum(math.prod(leaf.shape) for name in ("layers", "lm_head") for leaf in jax.tree.leaves(leaves[name]))
   cache = 2 * 100 * 2 * 2 * 32 * 3 * 2  # slots, entries, k and v, kv heads, head width, layers, bytes
   logits = 6 * 2 * 512 * 4
   assert token.hbm_bytes == pytest.approx(weights + cache + logits, rel=0.01)
   halves = work.decode_work(
-    LLAMA, slots=2, kv_length=100, cache_length=100, chunk_tokens=8, compute_bytes=2, devices=2)
+    LLAMA, slots=2, kv_length=100, cache_length=100, chunk_tokens=8, compute_bytes=2, cache_bytes=2, devices=2)
   assert halves.hbm_bytes == pytest.approx(token.hbm_bytes / 2, rel=0.01)
 
 

@@ -41,7 +41,7 @@ def make_plan(
   place = topology.open_slice(topology_name)
   _validate(config, len(place.devices), place.chip)
   cfg = build.model_config(config)
-  load = workload(config, mean_prompt_tokens or config.sample.max_prompt_tokens // 2,
+  load = workload(config, cfg, mean_prompt_tokens or config.sample.max_prompt_tokens // 2,
                   mean_response_tokens or config.sample.max_new_tokens // 2)
   chip = chips.measure_cpu(len(place.devices)) if place.chip == "cpu" else chips.CHIPS[place.chip]
   found, left_out = _choose(config, cfg, load, chip, place, most_compiled)
@@ -61,14 +61,17 @@ def make_plan(
     reason=reason, notes=tuple(notes))
 
 
-def workload(config: ConfigDict, mean_prompt_tokens: float, mean_response_tokens: float) -> predict.Workload:
+def workload(
+  config: ConfigDict, cfg: ModelConfig, mean_prompt_tokens: float, mean_response_tokens: float
+) -> predict.Workload:
   """What the config says of the work, for texts of these mean lengths.
 
   Among a batch's responses one usually runs to the limit, and so does one among the slots of a searcher: rows are
   padded, and caches read, up to the bucket that holds it after a prompt of mean length.
   """
   train, sample, shapes = config.train, config.sample, programs.engine_shapes(config)
-  longest = math.ceil(mean_prompt_tokens) + sample.max_new_tokens
+  prompt = math.ceil(mean_prompt_tokens)
+  longest = prompt + sample.max_new_tokens
   queue = config.runtime.mode == "sync" or config.runtime.lag >= 0
   return predict.Workload(
     prompts_per_step=train.prompts_per_step, responses_per_prompt=train.responses_per_prompt,
@@ -78,9 +81,12 @@ def workload(config: ConfigDict, mean_prompt_tokens: float, mean_response_tokens
     one_pass=train.micro_batches == 1 or build.whole_groups_per_micro_batch(config),
     adapters_only=build.lora_settings(config) is not None, optimizer=train.optimizer,
     compute_bytes=2 if train.compute_dtype == "bfloat16" else 4, sample_bytes=2 if sample.dtype == "bfloat16" else 4,
-    slots=sample.slots, chunk_tokens=sample.chunk_tokens, kv_length=bucket_of(power_of_two_buckets(128, shapes.cache_tokens), longest),
-    cache_length=shapes.cache_tokens, prefill_prompts=shapes.prefill_batches[-1],
-    prefill_tokens=bucket_of(shapes.prompt_buckets, math.ceil(mean_prompt_tokens)),
+    cache_bytes=1 + 4 / cfg.head_dim if sample.cache_dtype == "int8" else 2 if sample.cache_dtype == "bfloat16" else 4,
+    slots=sample.slots, chunk_tokens=sample.chunk_tokens, lane_samples=sample.lane_samples,
+    kv_length=bucket_of(shapes.kv_buckets, longest if sample.lane_samples == 1 else sample.max_new_tokens),
+    prefix_length=bucket_of(shapes.prefix_buckets, prompt if sample.lane_samples > 1 else 0),
+    cache_length=shapes.slot_tokens, prefill_prompts=shapes.prefill_batches[-1],
+    prefill_tokens=bucket_of(shapes.prompt_buckets, prompt),
     every_steps=1 if queue else config.sync.every_steps,
     bounded=config.sync.max_lead_steps >= 0 or config.buffer.max_staleness >= 0 or queue,
     reuses=config.buffer.max_uses == 0 and not queue, alternates=config.runtime.mode == "sync")

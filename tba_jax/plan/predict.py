@@ -40,9 +40,12 @@ class Workload:
   optimizer: str
   compute_bytes: int
   sample_bytes: int
+  cache_bytes: float  # of an element, scales included
   slots: int
   chunk_tokens: int
+  lane_samples: int  # slots that share a prompt
   kv_length: int
+  prefix_length: int  # of the lanes' prompts; 0 where each slot has its own
   cache_length: int
   prefill_prompts: int
   prefill_tokens: int
@@ -115,7 +118,8 @@ def predict(
   )
   token_work = decode_work(
     cfg, slots=load.slots, kv_length=load.kv_length, cache_length=load.cache_length, chunk_tokens=load.chunk_tokens,
-    compute_bytes=load.sample_bytes, devices=per_searcher,
+    compute_bytes=load.sample_bytes, cache_bytes=load.cache_bytes, devices=per_searcher, lane_samples=load.lane_samples,
+    prefix_length=load.prefix_length,
   )
   forward = dict(compute_bytes=load.compute_bytes, devices=per_searcher, fused_attention=False)
   prefill_work = forward_work(

@@ -5,6 +5,7 @@ With build.py and train.py this is what reads the config. The functions are thos
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -110,72 +111,80 @@ def searcher_part(config: ConfigDict, cfg: ModelConfig, devices: Sequence[jax.De
   whole = _cast(transformer.abstract_params(cfg), dtype)
   weights = _put(jax.eval_shape(transformer.unstack, whole), place.weights)
   reference = _put(whole, place.reference)
-  slots, one = engine_shapes(config), place.mesh is None
+  shapes, one, cache_dtype = engine_shapes(config), place.mesh is None, jnp.dtype(sample.cache_dtype)
   shardings = None if one else decode.slot_shardings(place.mesh, cfg)
   everywhere = SingleDeviceSharding(devices[0]) if one else NamedSharding(place.mesh, PartitionSpec())
-  state = jax.eval_shape(functools.partial(
-    decode.init_state, cfg, slots=sample.slots, cache_tokens=slots.slot_tokens, cache_dtype=cache_dtype,
-    lane_samples=sample.lane_samples, prefix_tokens=sample.max_prompt_tokens))
-  rows, cache = (everywhere, everywhere) if one else (shardings.rows, shardings.cache)
-  state = _put(state._replace(cache=None, prefix=None), rows)._replace(
-    cache=_put(state.cache, cache), prefix=_put(state.prefix, cache))
+  where = (everywhere, everywhere) if one else shardings
+  state = _slots(cfg, shapes, cache_dtype, *where)
   options = dict(
     stop_ids=(cfg.vocab_size - 1,), log_mu_temperature=float(sample.temperature), filtering=False, shardings=shardings)
-  prompts = (slots.prefill_batches[-1], slots.prompt_buckets[-1])
+  prompts = (shapes.prefill_batches[-1], shapes.prompt_buckets[-1])
   ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+  model = dict(cfg=cfg, dtype=dtype, shardings=shardings)
   prefill = functools.partial(
-    decode.prefill.lower, weights, ints(*prompts), ints(prompts[0]), cfg=cfg, dtype=dtype, cache_dtype=cache_dtype,
-    shardings=shardings)
+    decode.prefill.lower, weights, ints(*prompts), ints(prompts[0]), cache_dtype=cache_dtype, **model)
   chunk = functools.partial(
-    decode.decode_chunk.lower, weights, state, cfg=cfg, num_tokens=sample.chunk_tokens, dtype=dtype, **options)
+    decode.decode_chunk.lower, weights, state, cfg=cfg, num_tokens=sample.chunk_tokens, dtype=dtype,
+    kv_length=shapes.kv_buckets[-1], prefix_length=shapes.prefix_buckets[-1], **options)
   score = build.make_scorer(config, cfg, place.mesh)
   texts = (ints(sample.responses_per_prompt, config.train.length_buckets[-1]),) * 3
-  num_prefills = len(slots.prefill_batches) * len(slots.prompt_buckets)
-  num_scores = len(config.train.length_buckets)
+  num = collections.Counter(kind for kind, *_ in shapes.programs())
   # Of the lengths of cache that a chunk may read, the whole takes most memory, though shorter ones are copied out.
   programs = [
-    Program("decode", functools.partial(chunk, kv_length=slots.kv_buckets[-1], prefix_length=slots.prefix_buckets[-1]),
-            len(slots.kv_buckets) * len(slots.prefix_buckets), float(sample.chunk_tokens)),
-    Program("prefill", prefill, num_prefills),
-    Program("score", lambda: score.lower(reference, *texts), num_scores),
+    Program("decode", chunk, num["decode"], float(sample.chunk_tokens)),
+    Program("prefill", prefill, num["prefill"]),
+    Program("score", lambda: score.lower(reference, *texts), len(config.train.length_buckets)),
   ]
-  prefix = 2 * prompts[0] * prompts[1] * _cache_bytes_per_token(cfg, cache_dtype, len(devices))
+  if sample.recompute_kv:
+    rows = (ints(prompts[0]),) * 3
+    again = functools.partial(
+      decode.recompute.lower, weights, state, ints(prompts[0], shapes.recompute_buckets[-1]), *rows, **model)
+    programs.append(Program("recompute", again, num["recompute"]))
+  cache_bytes = _bytes((state.cache, state.prefix))
   residents = [
     Resident("weights", _bytes(weights)),
     Resident("weights that arrive", _bytes(weights)),
     Resident("reference", _bytes(reference)),
-    Resident(f"cache of {sample.slots} slots", _bytes(state)),
-    Resident("prefilled prompts", prefix),
+    Resident(f"cache of {sample.slots} slots", cache_bytes),
+    # Two calls' results, in proportion: the compiler's figure takes the place of this one.
+    Resident("prefilled prompts", 2 * cache_bytes * prompts[0] * prompts[1] // (sample.slots * shapes.cache_tokens)),
   ]
-  for model in build.extra_models(config):
-    shapes = _cast(transformer.abstract_params(model.cfg), model.dtype)
-    where = everywhere if one else sharding.param_shardings(shapes, place.mesh)
-    residents.append(Resident(model.name, _bytes(_put(shapes, where))))
+  for extra in build.extra_models(config):
+    tree = _cast(transformer.abstract_params(extra.cfg), extra.dtype)
+    layout = everywhere if one else sharding.param_shardings(tree, place.mesh)
+    residents.append(Resident(extra.name, _bytes(_put(tree, layout))))
   if config.eval.every_steps:  # an evaluation holds on to its version while newer ones arrive
     residents.insert(2, Resident("weights under evaluation", _bytes(weights)))
+  if sample.lane_samples > 1:  # evaluations have an engine of their own
+    alone = _slots(cfg, engine_shapes(config, lane_samples=1), cache_dtype, *where)
+    residents.append(Resident("cache under evaluation", _bytes(alone.cache)))
   moved = weights if lora is None else lora_lib.abstract_adapters(cfg, settings=lora)
   if lora is not None:
     moved = _put(moved, everywhere if one else sharding.param_shardings(moved, place.mesh))
   return Part(tuple(residents), tuple(programs), _bytes(moved))
 
 
-def engine_shapes(config: ConfigDict) -> Shapes:
-  """The sizes of a searcher's engine."""
+def engine_shapes(config: ConfigDict, *, lane_samples: int | None = None) -> Shapes:
+  """The sizes of a searcher's engine, by its own defaults."""
   sample = config.sample
   return make_shapes(
-    slots=sample.slots, lane_samples=sample.lane_samples, max_prompt_tokens=sample.max_prompt_tokens,
-    max_new_tokens=sample.max_new_tokens, chunk_tokens=sample.chunk_tokens, recompute_kv=sample.recompute_kv)
+    slots=sample.slots, lane_samples=sample.lane_samples if lane_samples is None else lane_samples,
+    max_prompt_tokens=sample.max_prompt_tokens, max_new_tokens=sample.max_new_tokens, chunk_tokens=sample.chunk_tokens,
+    cache_tokens=None, prompt_buckets=None, prefill_batches=(1, 4), kv_buckets=None, recompute_kv=sample.recompute_kv)
+
+
+def _slots(cfg: ModelConfig, shapes: Shapes, cache_dtype: Any, rows: Sharding, cache: Sharding) -> decode.DecodeState:
+  state = jax.eval_shape(functools.partial(
+    decode.init_state, cfg, slots=shapes.slots, cache_tokens=shapes.slot_tokens, cache_dtype=cache_dtype,
+    lane_samples=shapes.lane_samples, prefix_tokens=shapes.max_prompt_tokens))
+  rest = _put(state._replace(cache=None, prefix=None), rows)
+  return rest._replace(cache=_put(state.cache, cache), prefix=_put(state.prefix, cache))
 
 
 def host_bytes(config: ConfigDict) -> int:
   """What the full replay buffer takes: per response its tokens, log_mu, log_ref, at most one prompt, and scalars."""
   sample = config.sample
   return config.buffer.capacity * (4 * (3 * sample.max_new_tokens + sample.max_prompt_tokens) + 100)
-
-
-def _cache_bytes_per_token(cfg: ModelConfig, dtype: Any, num_devices: int) -> int:
-  heads = cfg.num_kv_heads // num_devices if cfg.num_kv_heads % num_devices == 0 else cfg.num_kv_heads
-  return 2 * heads * cfg.head_dim * cfg.num_layers * jnp.dtype(dtype).itemsize
 
 
 def _cast(tree: Any, dtype: Any) -> Any:

@@ -118,21 +118,23 @@ def forward_work(
 
 def decode_work(
   cfg: ModelConfig, *, slots: int, kv_length: float, cache_length: int, chunk_tokens: int, compute_bytes: int,
-  devices: int,
+  cache_bytes: float, devices: int, lane_samples: int = 1, prefix_length: float = 0,
 ) -> Work:
   """One token in each of `slots` slots on each of `devices` tensor-parallel devices.
 
   All weights but the embedding table are read, and the first `kv_length` entries of every slot's cache; where that is
-  less than `cache_length` they are cut out before a chunk and put back after it. Sampling goes over the logits 6 times.
+  less than `cache_length` they are cut out before a chunk and put back after it. Lanes of `lane_samples` slots read
+  their prompt's `prefix_length` entries once for all. Sampling goes over the logits 6 times. `cache_bytes`: of an entry.
   """
-  flops = forward_flops(cfg, tokens=slots, context=kv_length, head_tokens=slots) / devices
+  flops = forward_flops(cfg, tokens=slots, context=kv_length + prefix_length, head_tokens=slots) / devices
   head = cfg.hidden_size * cfg.num_embeddings
   weights = (cfg.num_layers * layer_params(cfg) + head) * compute_bytes / devices
   kv_devices = math.gcd(devices, cfg.num_kv_heads) if cfg.num_kv_heads % devices == 0 else 1
-  cache = slots * kv_length * 2 * cfg.num_kv_heads * cfg.head_dim * cfg.num_layers * compute_bytes / kv_devices
-  copies = 0.0 if kv_length >= cache_length else 4 * cache / chunk_tokens
+  entry = 2 * cfg.num_kv_heads * cfg.head_dim * cfg.num_layers * cache_bytes / kv_devices
+  own, shared = slots * kv_length * entry, slots / lane_samples * prefix_length * entry
+  copies = 0.0 if kv_length >= cache_length else 4 * own / chunk_tokens
   logits = 6 * slots * cfg.num_embeddings * 4 / devices
-  return Work(flops, weights + cache + copies + logits)
+  return Work(flops, weights + own + shared + copies + logits)
 
 
 def _activation_bytes(cfg: ModelConfig, context: float, compute_bytes: int, fused_attention: bool) -> float:
