@@ -133,6 +133,19 @@ def test_models_that_the_task_brings_count_in_searchers_memory():
   assert "gold reward model" not in sizes
 
 
+def test_lanes_and_recomputation_of_a_searcher():
+  config = load_config("configs/quickstart.py", "smoke")
+  config.sample.update(lane_samples=4, recompute_kv=True, cache_dtype="int8")
+  cfg = planner.build.model_config(config)
+  part = programs.searcher_part(config, cfg, jax.devices()[:2])
+  num = {program.name: program.variants for program in part.programs}
+  assert num["recompute"] == len(programs.engine_shapes(config).recompute_buckets) and num["decode"] == 1
+  assert all("func.func public @main" in program.lower().as_text() for program in part.programs)
+  sizes = {resident.content: resident.device_bytes for resident in part.residents}
+  # 16 slots of 18 tokens and 4 prompts of 22, against 16 slots of 40; the only kv head is on both devices.
+  assert sizes["cache of 16 slots"] / sizes["cache under evaluation"] == pytest.approx((16 * 18 + 4 * 22) / (16 * 40))
+
+
 PART = programs.Part(
   residents=(programs.Resident("weights", 300), programs.Resident("prefilled prompts", 1)),
   programs=tuple(programs.Program(name, None, num) for name, num in (("decode", 3), ("score", 1), ("prefill", 2))),

@@ -61,5 +61,8 @@ KNOWN: dict[str, dict[str, Any]] = {
   "meta-llama/llama-3.2-1b-instruct": _LLAMA32_1B,
   "meta-llama/llama-3.1-8b": _LLAMA31_8B,
   "meta-llama/llama-3.1-8b-instruct": _LLAMA31_8B,
-  **{f"eleutherai/pythia-{size}{suffix}": fields for size, fields in _PYTHIA.items() for suffix in ("", "-deduped")},
+  **{name.format(size): fields for size, fields in _PYTHIA.items() for name in (
+    "eleutherai/pythia-{}", "eleutherai/pythia-{}-deduped", "mnoukhov/pythia{}-sft-tldr",
+    "mnoukhov/pythia{}-rm-tldr6.9b",
+    "cleanrl/eleutherai_pythia-{}-deduped__sft__tldr", "cleanrl/eleutherai_pythia-{}-deduped__reward__tldr")},
 }

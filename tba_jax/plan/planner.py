@@ -17,7 +17,7 @@ from tba_jax.models.variants import ModelConfig
 from tba_jax.plan import chips, predict, programs, splits, topology, work
 from tba_jax.plan.compiler import Compiled, compile_program
 from tba_jax.plan.report import Entry, Plan
-from tba_jax.sampling.buckets import bucket_of, power_of_two_buckets
+from tba_jax.sampling.buckets import bucket_of
 from tba_jax.sharding import split_devices
 
 _NOT_COMPILED = Compiled("not compiled")

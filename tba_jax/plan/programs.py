@@ -108,10 +108,10 @@ def searcher_part(config: ConfigDict, cfg: ModelConfig, devices: Sequence[jax.De
   """A searcher on these devices: a chunk of decoding, prefill and refill of slots, scoring, at their largest shapes."""
   sample, place = config.sample, build.place_searcher(cfg, devices)
   lora, dtype, cache_dtype = build.lora_settings(config), jnp.dtype(sample.dtype), jnp.dtype(sample.cache_dtype)
+  shapes, one = engine_shapes(config), place.mesh is None
   whole = _cast(transformer.abstract_params(cfg), dtype)
   weights = _put(jax.eval_shape(transformer.unstack, whole), place.weights)
   reference = _put(whole, place.reference)
-  shapes, one, cache_dtype = engine_shapes(config), place.mesh is None, jnp.dtype(sample.cache_dtype)
   shardings = None if one else decode.slot_shardings(place.mesh, cfg)
   everywhere = SingleDeviceSharding(devices[0]) if one else NamedSharding(place.mesh, PartitionSpec())
   where = (everywhere, everywhere) if one else shardings
@@ -170,7 +170,7 @@ def engine_shapes(config: ConfigDict, *, lane_samples: int | None = None) -> Sha
   return make_shapes(
     slots=sample.slots, lane_samples=sample.lane_samples if lane_samples is None else lane_samples,
     max_prompt_tokens=sample.max_prompt_tokens, max_new_tokens=sample.max_new_tokens, chunk_tokens=sample.chunk_tokens,
-    cache_tokens=None, prompt_buckets=None, prefill_batches=(1, 4), kv_buckets=None, recompute_kv=sample.recompute_kv)
+    recompute_kv=sample.recompute_kv)
 
 
 def _slots(cfg: ModelConfig, shapes: Shapes, cache_dtype: Any, rows: Sharding, cache: Sharding) -> decode.DecodeState:

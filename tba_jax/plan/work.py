@@ -124,7 +124,8 @@ def decode_work(
 
   All weights but the embedding table are read, and the first `kv_length` entries of every slot's cache; where that is
   less than `cache_length` they are cut out before a chunk and put back after it. Lanes of `lane_samples` slots read
-  their prompt's `prefix_length` entries once for all. Sampling goes over the logits 6 times. `cache_bytes`: of an entry.
+  their prompt's `prefix_length` entries once for all. Sampling goes over the logits 6 times. An element of the cache
+  has `cache_bytes`.
   """
   flops = forward_flops(cfg, tokens=slots, context=kv_length + prefix_length, head_tokens=slots) / devices
   head = cfg.hidden_size * cfg.num_embeddings
