@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 import tiny
-from tba_jax.sampling import decode
+from tba_jax.sampling import decode, draws
 from tba_jax.sampling.engine import sample_keys
 
 TEMPERATURE = 0.7
@@ -25,7 +25,7 @@ def test_draws_follow_the_softmax_at_the_rows_temperature():
   logits = np.array([2.0, 1.0, 0.0, -1.0, -np.inf, 0.5], np.float32)
   num = 20_000
   keys = sample_keys(3, occurrence=5, attempt=0, num_samples=num)
-  tokens, _ = decode.sample_tokens(
+  tokens, _ = draws.sample_tokens(
     jnp.tile(logits, (num, 1)),
     keys,
     jnp.zeros(num, jnp.int32),
@@ -43,7 +43,7 @@ def test_draws_follow_the_softmax_at_the_rows_temperature():
 def test_successive_tokens_of_a_sample_are_independent():
   num = 10_000
   key = np.tile(sample_keys(0, occurrence=0, attempt=0, num_samples=1), (num, 1))
-  tokens, _ = decode.sample_tokens(
+  tokens, _ = draws.sample_tokens(
     jnp.zeros((num, 2)), key, jnp.arange(num, dtype=jnp.int32), jnp.ones(num), log_mu_temperature=1.0
   )
   tokens = np.asarray(tokens)
@@ -57,7 +57,7 @@ def test_log_mu_is_of_the_full_vocabulary_at_the_runs_temperature(temperature):
   logits = rng.normal(size=(50, 40)).astype(np.float32) * 3
   logits[:, 37:] = -np.inf
   keys = sample_keys(0, occurrence=1, attempt=0, num_samples=50)
-  tokens, log_mu = decode.sample_tokens(
+  tokens, log_mu = draws.sample_tokens(
     jnp.asarray(logits),
     keys,
     jnp.arange(50, dtype=jnp.int32),
@@ -74,7 +74,7 @@ def test_log_mu_is_of_the_full_vocabulary_at_the_runs_temperature(temperature):
 
 def test_a_known_pair_of_logits():
   # log p = logits / T, then normalised. Dividing the log-probability by T (-0.627) or leaving T out (-0.313) is wrong.
-  _, log_mu = decode.sample_tokens(
+  _, log_mu = draws.sample_tokens(
     jnp.array([[1.0, 0.0]]), np.zeros((1, 2), np.uint32), jnp.zeros(1, jnp.int32), jnp.zeros(1), log_mu_temperature=0.5
   )
   np.testing.assert_allclose(log_mu, [-0.1269], atol=1e-4)
@@ -84,7 +84,7 @@ def test_noise_of_a_row_is_that_of_its_key_and_index_alone():
   logits = jax.random.normal(jax.random.key(0), (6, 33))
   keys = sample_keys(9, occurrence=2, attempt=1, num_samples=6)
   indices = np.array([0, 7, 1, 300, 4, 7], np.int32)
-  tokens, _ = decode.sample_tokens(logits, keys, indices, jnp.ones(6), log_mu_temperature=1.0)
+  tokens, _ = draws.sample_tokens(logits, keys, indices, jnp.ones(6), log_mu_temperature=1.0)
   for row in range(6):
     key = jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(keys[row]), impl="threefry2x32"), indices[row])
     assert tokens[row] == jnp.argmax(logits[row] + jax.random.gumbel(key, (33,), jnp.float32))
@@ -111,7 +111,7 @@ def test_filters_keep_what_is_kept_by_hand():
   top_k = rng.choice([0, 1, 3, 10, 100], num).astype(np.int32)
   top_p = rng.choice([1e-6, 0.3, 0.8, 0.99, 1.0], num).astype(np.float32)
   min_p = rng.choice([0.0, 0.01, 0.2, 1.0], num).astype(np.float32)
-  kept = np.isfinite(decode.filter_logits(scaled, decode.Filters(top_k, top_p, min_p)))
+  kept = np.isfinite(draws.filter_logits(scaled, draws.Filters(top_k, top_p, min_p)))
   p = np.exp(log_softmax(scaled))
   sizes = set()
   for row in range(num):
@@ -126,11 +126,11 @@ def test_a_known_cut():
   """Full log p of the first token is -0.440; of the two that are kept, -0.313."""
   one = dict(keys=np.zeros((1, 2), np.uint32), indices=jnp.zeros(1, jnp.int32), temperatures=jnp.full(1, 1e-3))
   logits = jnp.array([[2.0, 1.0, 0.0, -1.0]])
-  _, full = decode.sample_tokens(logits, **one, log_mu_temperature=1.0)
+  _, full = draws.sample_tokens(logits, **one, log_mu_temperature=1.0)
   np.testing.assert_allclose(full, [-0.4402], atol=1e-4)
   one["temperatures"] = jnp.ones(1)
-  filters = decode.Filters(jnp.full(1, 2), jnp.ones(1), jnp.zeros(1))
-  token, cut = decode.sample_tokens(logits, **one, log_mu_temperature=0.5, filters=filters)
+  filters = draws.Filters(jnp.full(1, 2), jnp.ones(1), jnp.zeros(1))
+  token, cut = draws.sample_tokens(logits, **one, log_mu_temperature=0.5, filters=filters)
   np.testing.assert_allclose(cut, [[-0.3133, -1.3133][int(token[0])]], atol=1e-4)
 
 

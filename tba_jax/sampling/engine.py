@@ -11,13 +11,13 @@ import collections
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from tba_jax.models.cache import Cache, num_entries
 from tba_jax.models.variants import ModelConfig
@@ -38,21 +38,6 @@ class _Prefix:
   cache: Any
   row: int
   generation: int
-
-
-@functools.lru_cache(maxsize=64)  # so that engines of one shape, and one engine twice, compile it once
-def _make_init_state(
-  cfg: ModelConfig, rows: Sharding, cache: Sharding, **sizes: Any
-) -> tuple[Callable[[], decode.DecodeState], int]:
-  """What makes an empty state, and the bytes of its caches on each device."""
-  init = functools.partial(decode.init_state, cfg, **sizes)
-  shapes = jax.eval_shape(init)
-  caches = jax.tree.leaves((shapes.cache, shapes.prefix))
-  cache_bytes = sum(int(np.prod(cache.shard_shape(leaf.shape))) * leaf.dtype.itemsize for leaf in caches)
-  shardings = jax.tree.map(lambda _: rows, shapes)._replace(
-    cache=jax.tree.map(lambda _: cache, shapes.cache), prefix=jax.tree.map(lambda _: cache, shapes.prefix)
-  )
-  return jax.jit(init, out_shardings=shardings), cache_bytes
 
 
 class Engine:
@@ -143,7 +128,7 @@ class Engine:
     self._prefill_options = dict(cache_dtype=cache_dtype, **self._model_options)
     self._chunk_options = dict(cfg=cfg, num_tokens=chunk_tokens, dtype=dtype, **self._sampling_options)
     rows, cache = self._shardings or (self._default_sharding, self._default_sharding)
-    self._init_state, self.cache_bytes = _make_init_state(  # cache_bytes: on each device
+    self._init_state, self.cache_bytes = decode.make_init_state(  # cache_bytes: on each device
       cfg, rows, cache, slots=slots, cache_tokens=shapes.slot_tokens, cache_dtype=cache_dtype, lane_samples=lane_samples,
       prefix_tokens=max_prompt_tokens,
     )
@@ -394,19 +379,7 @@ class Engine:
 
   def _admission(self, placed: dict[int, tuple[list[int], list[int]]]) -> decode.Admission:
     """What goes where, for the samples that the table has put in these slots of each group."""
-    num, num_lanes = self._shapes.slots, self._shapes.num_lanes
-    admission = decode.Admission(
-      admitted=np.zeros(num, bool),
-      sources=np.zeros(num, np.int32),
-      lengths=np.zeros(num, np.int32),
-      limits=np.zeros(num, np.int32),
-      keys=np.zeros((num, 2), np.uint32),
-      temperatures=np.zeros(num, np.float32),
-      filters=decode.Filters(np.zeros(num, np.int32), np.ones(num, np.float32), np.zeros(num, np.float32)),
-      lanes=np.zeros(num_lanes, bool),
-      lane_sources=np.zeros(num_lanes, np.int32),
-      lane_lengths=np.zeros(num_lanes, np.int32),
-    )
+    admission = decode.empty_admission(self._shapes.slots, self._shapes.num_lanes)
     for index, (slots, lanes) in placed.items():
       request, row = self._groups[index].request, self._prefixes[index].row
       admission.lanes[lanes] = True
@@ -418,7 +391,7 @@ class Engine:
       admission.limits[slots] = request.max_new_tokens
       admission.keys[slots] = request.keys[[self._table.rows[slot].sample for slot in slots]]
       admission.temperatures[slots] = request.temperature
-      for name in decode.Filters._fields:
+      for name in admission.filters._fields:
         getattr(admission.filters, name)[slots] = getattr(request, name)
     return admission
 
