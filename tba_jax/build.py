@@ -270,8 +270,9 @@ def placements(config: ConfigDict, cfg: ModelConfig, devices: Sequence[jax.Devic
 
 
 def check_memory(config: ConfigDict, cfg: ModelConfig, devices: Sequence[jax.Device]) -> None:
-  """Raises: ConfigError if what stays on a device during a run is more than the device has."""
+  """Says what stays on the devices during a run. Raises: ConfigError if it is more than they have."""
   placed = placements(config, cfg, devices)
+  say(placement.summary(placed))
   with as_config_error("memory"):
     placement.check_fits(placed, placement.device_limits(devices, placed))
 

@@ -120,6 +120,17 @@ def _place(part: str, devices: Sequence[jax.Device], content: str, tree: Any, la
   return Placement(part, _names(devices), content, per_device, per_device * len(devices))
 
 
+def summary(placed: Sequence[Placement]) -> str:
+  """A line a part: what it keeps, in bytes a device. Parts that keep the same share a line."""
+  lines: dict[str, list[str]] = {}
+  for part in dict.fromkeys(row.part for row in placed):
+    rows = [row for row in placed if row.part == part]
+    content = ", ".join(f"{row.content} {row.device_bytes:,}" for row in rows)
+    total = sum(row.device_bytes for row in rows)
+    lines.setdefault(f"{total:,} bytes{'' if part == 'host' else ' a device'} ({content})", []).append(part)
+  return "\n".join(f"{', '.join(parts)}: {line}" for line, parts in lines.items())
+
+
 def check_fits(placed: Sequence[Placement], limits: Mapping[str, int]) -> None:
   """Refuses what cannot fit, before anything of it is allocated.
 

@@ -159,5 +159,4 @@ def _compile(the_run: Run) -> None:
   bar.close()
   num_programs = sum(searcher.num_compiled for searcher in searchers)
   the_run.progress.message(
-      f"{num_programs} sampling programs and the train step are ready after {time.monotonic() - began:.1f} s; the cache of each searcher "
-      f"takes {searchers[0].engine.cache_bytes:,} bytes a device")
+      f"{num_programs} sampling programs and the train step are ready after {time.monotonic() - began:.1f} s")
