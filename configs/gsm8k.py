@@ -41,9 +41,11 @@ def get_config(arg=None):
     steps=700, prompts_per_step=7, responses_per_prompt=20,
     optimizer="adamw", learning_rate=1e-5, schedule="wsd", warmup_steps=50, stable_steps=350, decay_steps=600,
     clip_norm=1.0, weight_decay=0.0, b1=0.9, b2=0.999, eps=1e-8,
-    micro_batches=7, remat="full", head_chunk_tokens=2048, length_buckets=(256, 384, 512, 768, 1024),
+    # Rows of 1,024 tokens hold about five responses each; of the 35 micro-batches some seven are then needed.
+    micro_batches=35, packing=True, remat="full", head_chunk_tokens=2048, length_buckets=(256, 384, 512, 768, 1024),
     param_dtype="float32", compute_dtype="bfloat16", max_nonfinite_in_row=3,
   )
+  config.reference = dict(reset_every_steps=0, ema_decay=0.0)  # 50, 0.0: as the paper's TBA'
   config.sample = dict(
     responses_per_prompt=24, max_prompt_tokens=512, max_new_tokens=512,
     temperature=0.7,  # the reference code's; policy and reference are both scored at it
@@ -67,7 +69,7 @@ def get_config(arg=None):
     config.train.update(
       steps=5, prompts_per_step=4, responses_per_prompt=4,
       schedule="constant", warmup_steps=0, stable_steps=0, decay_steps=0,
-      micro_batches=4, head_chunk_tokens=256, length_buckets=(256, 384, 512), compute_dtype="float32",
+      micro_batches=4, packing=False, head_chunk_tokens=256, length_buckets=(256, 384, 512), compute_dtype="float32",
     )
     config.sample.update(
       responses_per_prompt=4, max_prompt_tokens=352, max_new_tokens=160, slots=16, chunk_tokens=16, dtype="float32",

@@ -43,9 +43,10 @@ def get_config(arg=None):
     steps=400, prompts_per_step=32, responses_per_prompt=16,
     optimizer="adamw", learning_rate=1e-6, schedule="constant", warmup_steps=0, stable_steps=0, decay_steps=0,
     clip_norm=1.0, weight_decay=0.01, b1=0.9, b2=0.99, eps=1e-8,
-    micro_batches=32, remat="full", head_chunk_tokens=2048, length_buckets=(1024, 2048, 3072),
+    micro_batches=128, packing=True, remat="full", head_chunk_tokens=2048, length_buckets=(1024, 2048, 3072),
     param_dtype="float32", compute_dtype="bfloat16", max_nonfinite_in_row=3,
   )
+  config.reference = dict(reset_every_steps=50, ema_decay=0.0)  # the paper's rho
   config.sample = dict(
     responses_per_prompt=16, max_prompt_tokens=1024, max_new_tokens=2048, temperature=1.0,
     slots=64, chunk_tokens=64, dtype="bfloat16", truncated="score", in_flight=True,
@@ -71,9 +72,10 @@ def get_config(arg=None):
     )
     config.sft.update(steps=40, batch_size=8, micro_batches=1, learning_rate=3e-3, warmup_steps=4)
     config.train.update(
-      steps=4, prompts_per_step=4, responses_per_prompt=4, micro_batches=2, remat="none", head_chunk_tokens=1024,
+      steps=4, prompts_per_step=4, responses_per_prompt=4, micro_batches=4, remat="none", head_chunk_tokens=1024,
       length_buckets=(160,), compute_dtype="float32",
     )
+    config.reference.reset_every_steps = 2
     config.sample.update(
       responses_per_prompt=4, max_prompt_tokens=128, max_new_tokens=32, slots=16, chunk_tokens=8, dtype="float32",
     )

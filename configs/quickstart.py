@@ -43,10 +43,12 @@ def get_config(arg=None):
     optimizer="adamw",
     learning_rate=1e-4, schedule="constant", warmup_steps=5, stable_steps=0, decay_steps=0,
     clip_norm=1.0, weight_decay=0.0, b1=0.9, b2=0.999, eps=1e-8,
-    micro_batches=8, remat="none", head_chunk_tokens=1024, length_buckets=(40,),
+    micro_batches=8, packing=False,  # all rows are alike
+    remat="none", head_chunk_tokens=1024, length_buckets=(40,),
     param_dtype="float32", compute_dtype="float32",  # on CPU bfloat16 is never faster
     max_nonfinite_in_row=3,
   )
+  config.reference = dict(reset_every_steps=0, ema_decay=0.0)  # 50, 0.0: as the paper's TBA'
   config.sample = dict(
     responses_per_prompt=16, max_prompt_tokens=22, max_new_tokens=18, temperature=1.0,
     slots=64, chunk_tokens=8, dtype="float32", truncated="zero", in_flight=True,

@@ -25,8 +25,10 @@ from tba_jax.models.lora import LoraSettings
 from tba_jax.models.variants import ModelConfig, new_model_config
 from tba_jax.placement import read_model_config
 from tba_jax.replay.buffer import ReplayBuffer
+from tba_jax.replay.collate import round_up
 from tba_jax.replay.flow import PromptLedger
 from tba_jax.runtime.exchange import Exchange
+from tba_jax.runtime.reference import Reference
 from tba_jax.runtime.run import RunSettings, StopFlag
 from tba_jax.runtime.trainer import Trainer
 from tba_jax.sampling.engine import Engine
@@ -266,7 +268,8 @@ def placements(config: ConfigDict, cfg: ModelConfig, devices: Sequence[jax.Devic
       optimizer=config.train.optimizer, param_dtype=config.train.param_dtype, compute_dtype=config.train.compute_dtype,
       sample_dtype=config.sample.dtype, cache_dtype=config.sample.cache_dtype, slots=config.sample.slots,
       lane_samples=config.sample.lane_samples, max_prompt_tokens=config.sample.max_prompt_tokens,
-      max_new_tokens=config.sample.max_new_tokens, buffer_capacity=config.buffer.capacity, lora=lora_settings(config))
+      max_new_tokens=config.sample.max_new_tokens, buffer_capacity=config.buffer.capacity, lora=lora_settings(config),
+      reference_moves=config.reference.reset_every_steps > 0, reference_average=config.reference.ema_decay > 0)
 
 
 def check_memory(config: ConfigDict, cfg: ModelConfig, devices: Sequence[jax.Device]) -> None:
@@ -293,14 +296,16 @@ def make_step(config: ConfigDict, cfg: ModelConfig, mesh: Mesh) -> tuple[Callabl
       cfg, make_loss(config.loss.name), optimizer, temperature=config.sample.temperature,
       compute_dtype=jnp.dtype(train.compute_dtype), remat=train.remat, micro_batches=train.micro_batches,
       chunk_tokens=train.head_chunk_tokens,
-      whole_groups_per_micro_batch=whole_groups_per_micro_batch(config), lora=lora_settings(config), mesh=mesh)
+      whole_groups_per_micro_batch=whole_groups_per_micro_batch(config),
+      skip_empty_micro_batches=train.packing, lora=lora_settings(config), mesh=mesh)
   return step, optimizer
 
 
 def whole_groups_per_micro_batch(config: ConfigDict) -> bool:
   """Whether no group of a batch has rows in two micro-batches."""
   train = config.train
-  return train.prompts_per_step * train.responses_per_prompt // train.micro_batches % train.responses_per_prompt == 0
+  rows = train.prompts_per_step * train.responses_per_prompt
+  return not train.packing and rows // train.micro_batches % train.responses_per_prompt == 0
 
 
 def build_trainer(config: ConfigDict, cfg: ModelConfig, params: Any, mesh: Mesh, folder: pathlib.Path) -> Trainer:
@@ -317,7 +322,23 @@ def build_trainer(config: ConfigDict, cfg: ModelConfig, params: Any, mesh: Mesh,
   return Trainer(
       state=state, step=step, beta_at_update=beta_at_update, placement=sharding.batch_sharding(mesh),
       row_multiple=train.micro_batches * sharding.num_batch_shards(mesh), length_buckets=train.length_buckets,
-      max_nonfinite_in_row=train.max_nonfinite_in_row, dump_folder=folder, frozen=frozen)
+      micro_batches=train.micro_batches, pack=train.packing, max_nonfinite_in_row=train.max_nonfinite_in_row,
+      dump_folder=folder, frozen=frozen)
+
+
+def build_reference(
+    config: ConfigDict, cfg: ModelConfig, params: Any, mesh: Mesh, device_lists: Sequence[Sequence[jax.Device]]
+) -> Reference | None:
+  """The reference that moves, from version 0 on the trainer's mesh; None if it never does."""
+  train = config.train
+  if not config.reference.reset_every_steps:
+    return None
+  multiple = train.micro_batches * sharding.num_batch_shards(mesh)
+  return Reference(
+      params, every_steps=config.reference.reset_every_steps, ema_decay=config.reference.ema_decay,
+      dtype=jnp.dtype(config.sample.dtype), score=make_scorer(config, cfg, mesh), placement=sharding.batch_sharding(mesh),
+      num_rows=round_up(train.prompts_per_step * train.responses_per_prompt, multiple) // train.micro_batches,
+      row_tokens=train.length_buckets[-1], searcher_places=[place_searcher(cfg, devices).reference for devices in device_lists])
 
 
 def build_exchange(config: ConfigDict, num_prompts: int) -> Exchange:

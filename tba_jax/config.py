@@ -128,6 +128,9 @@ def _check_batch(c: Mapping[str, Any]) -> Iterator[str]:
   if rows % c["train.micro_batches"]:
     yield (f"train.micro_batches={c['train.micro_batches']} must divide the {rows} rows of a step "
            f"(train.prompts_per_step {prompts} x train.responses_per_prompt {num_train}); use one of {_divisors(rows)}")
+  if c["train.packing"] and c["train.micro_batches"] < 2:
+    yield ("train.packing=True needs train.micro_batches of at least 2, found 1: what packing saves is the micro-batches "
+           f"that stay empty; use one of {_divisors(rows)}, or set train.packing=False")
   longest, bucket = c["sample.max_prompt_tokens"] + c["sample.max_new_tokens"], c["train.length_buckets"][-1]
   if bucket < longest:
     yield (f"train.length_buckets={tuple(c['train.length_buckets'])} must end at {longest} or more "
@@ -194,6 +197,16 @@ def _check_lora(c: Mapping[str, Any]) -> Iterator[str]:
   if not matches:
     yield (f"lora.pattern={pattern!r} must match the whole path of a linear layer, one of {', '.join(LINEAR_LAYERS)}; "
            "correct it, for example to layers/attn/[qv]")
+
+
+def _check_reference(c: Mapping[str, Any]) -> Iterator[str]:
+  every, decay = c["reference.reset_every_steps"], c["reference.ema_decay"]
+  if decay and not every:
+    yield (f"reference.ema_decay={decay} means nothing while reference.reset_every_steps=0 never moves the reference; set "
+           "it to 0, or set reference.reset_every_steps")
+  if every and c["lora.pattern"]:
+    yield (f"reference.reset_every_steps={every} must be 0 with lora.pattern={c['lora.pattern']!r}: searchers merge the "
+           "adapters with the reference, so it stays the base; set it to 0, or lora.pattern='' to train everything")
 
 
 def _check_loss(c: Mapping[str, Any]) -> Iterator[str]:
@@ -374,10 +387,10 @@ def _check_devices(c: Mapping[str, Any], num_devices: int, platform: str) -> Ite
     return
   rows = c["train.prompts_per_step"] * c["train.responses_per_prompt"]
   micro_rows, rest = divmod(rows, c["train.micro_batches"])
-  if not rest and micro_rows % counts.trainer:
+  if not rest and micro_rows % counts.trainer and not c["train.packing"]:
     yield (f"devices.trainer={counts.trainer} must divide the {micro_rows} rows of a micro-batch ({rows} rows / "
            f"train.micro_batches {c['train.micro_batches']}); use one of {_divisors(micro_rows)} devices, or other "
-           "micro-batches")
+           "micro-batches, or train.packing=True")
 
 
 def validate(config: Mapping[str, Any], *, num_devices: int, platform: str) -> None:
@@ -394,7 +407,7 @@ def validate(config: Mapping[str, Any], *, num_devices: int, platform: str) -> N
   flat = flatten(config)
   wrong = check_keys(flat)
   problems = list(wrong.values())
-  checks = (_check_batch, _check_schedule, _check_optimizer, _check_fine_tuning, _check_lora, _check_loss,
+  checks = (_check_batch, _check_schedule, _check_optimizer, _check_fine_tuning, _check_lora, _check_reference, _check_loss,
             _check_buffer, _check_runtime, _check_backend, _check_model, _check_data,
             lambda c: _check_devices(c, num_devices, platform))
   for check in checks:

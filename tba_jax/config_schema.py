@@ -82,12 +82,17 @@ SCHEMA: dict[str, Rule] = {
   "train.b2": _number(0, 0.999999),
   "train.eps": _number(0, above=True),
   "train.micro_batches": _integer(1),
+  "train.packing": _BOOLEAN,  # several responses in a row; micro-batches that nothing is left for are not computed
   "train.remat": _one_of("none", "dots", "full"),
   "train.head_chunk_tokens": _integer(1),
   "train.length_buckets": _LENGTHS,
   "train.param_dtype": _one_of("float32"),  # a bfloat16 master copy rounds most updates of 1e-5 away
   "train.compute_dtype": _DTYPE,
   "train.max_nonfinite_in_row": _integer(1),
+  # The reference policy is version 0. It may move: become the policy every so many steps (the paper's rho), or an average
+  # of it that is taken every step.
+  "reference.reset_every_steps": _integer(0, or_else="0: never"),
+  "reference.ema_decay": _number(0, 0.999999),  # 0: no average, the policy itself
   # Searchers sample responses_per_prompt (S) per prompt occurrence.
   "sample.responses_per_prompt": _integer(1),
   "sample.max_prompt_tokens": _integer(1),

@@ -222,6 +222,7 @@ def make_train_step(
   micro_batches: int,
   chunk_tokens: int,
   whole_groups_per_micro_batch: bool = False,
+  skip_empty_micro_batches: bool = False,
   backend: str = "xla",
   lora: lora_lib.LoraSettings | None = None,
   mesh: Mesh | None = None,
@@ -247,6 +248,7 @@ def make_train_step(
     whole_groups_per_micro_batch: the caller's word that no group has rows in two micro-batches. Each part is then one
       forward and one backward pass. Otherwise the step runs forward twice: all of log_pi first, then backward with the
       whole batch's coefficients dloss / dlog_pi, which is exact for any loss.
+    skip_empty_micro_batches: parts behind the last row that holds tokens are not computed, as packing leaves them.
     backend: of attention, see `models.attention`.
     lora: train adapters of these settings on a frozen base.
     mesh: from `sharding.make_mesh`.
@@ -270,6 +272,7 @@ def make_train_step(
     loss_fn=loss_fn,
     micro_batches=micro_batches,
     one_pass=micro_batches == 1 or whole_groups_per_micro_batch,
+    skip_empty=skip_empty_micro_batches,
     constrain_grads=_grad_constraint(mesh),
     mesh=mesh,
   )
@@ -305,6 +308,7 @@ def _gradients(
   loss_fn: LossFn,
   micro_batches: int,
   one_pass: bool,
+  skip_empty: bool,
   constrain_grads: Callable[[Any], Any],
   mesh: Mesh | None,
 ) -> tuple[Any, Metrics]:
@@ -321,25 +325,27 @@ def _gradients(
     grads, (log_pi, entropy) = jax.grad(part_loss, has_aux=True)(params, batch)
   else:
     parts = split_rows(batch, micro_batches, mesh)
+    loop = functools.partial(_loop, _num_parts_in_use(parts) if skip_empty else micro_batches)
+    take = lambda tree, i: jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), tree)
+    put = lambda all_scores, i, scores: jax.tree.map(
+      lambda whole, part: _spread(jax.lax.dynamic_update_index_in_dim(whole, part, i, 0), mesh), all_scores, scores
+    )
     zeros = constrain_grads(jax.tree.map(jnp.zeros_like, params))
     add = lambda total, grads: constrain_grads(jax.tree.map(jnp.add, total, grads))
+    no_scores = (_spread(jnp.zeros(parts.tokens.shape, jnp.float32), mesh),) * 2
     if one_pass:
 
-      def both(total: Any, part: Batch) -> tuple[Any, tuple[jax.Array, jax.Array]]:
-        grads, scores = jax.grad(part_loss, has_aux=True)(params, part)
-        return add(total, grads), scores
+      def both(i: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        grads, scores = jax.grad(part_loss, has_aux=True)(params, take(parts, i))
+        return add(carry[0], grads), put(carry[1], i, scores)
 
-      grads, scores = jax.lax.scan(both, zeros, parts)
+      grads, scores = loop(both, (zeros, no_scores))
     else:
-      scores = jax.lax.map(lambda part: score(params, part), parts)
+      scores = loop(lambda i, scores: put(scores, i, score(params, take(parts, i))), no_scores)
       all_log_pi = scores[0].reshape(batch.tokens.shape)
       coefficients = jax.grad(lambda log_pi: loss_fn(log_pi, batch, beta=beta)[0])(all_log_pi)
       coefficients = _split(coefficients, micro_batches, mesh)
-
-      def backward(total: Any, part_and_coefficients: tuple[Batch, jax.Array]) -> tuple[Any, None]:
-        return add(total, jax.grad(weighted)(params, *part_and_coefficients)), None
-
-      grads, _ = jax.lax.scan(backward, zeros, (parts, coefficients))
+      grads = loop(lambda i, total: add(total, jax.grad(weighted)(params, *take((parts, coefficients), i))), zeros)
     log_pi, entropy = (values.reshape(batch.tokens.shape) for values in scores)
   # Metrics need not add up over parts (maxima, quantiles): they are taken once, of the whole batch, which costs no pass
   # of the model.
@@ -349,6 +355,19 @@ def _gradients(
     "loss": loss,
     "entropy": _mean_over_response_tokens(entropy, batch),
   }
+
+
+def _num_parts_in_use(parts: Batch) -> jax.Array:
+  """Number of micro-batches up to the last one that holds a token."""
+  in_use = jnp.any(parts.segment_ids > 0, axis=(1, 2))
+  return jnp.max(jnp.where(in_use, jnp.arange(1, in_use.shape[0] + 1), 0))
+
+
+def _loop(count: int | jax.Array, body: Callable[[jax.Array, Any], Any], carry: Any) -> Any:
+  """body(i, carry) for i < count. A count that the compiler knows lets it plan the loop."""
+  if isinstance(count, int):
+    return jax.lax.scan(lambda carry, i: (body(i, carry), None), carry, jnp.arange(count))[0]
+  return jax.lax.fori_loop(0, count, body, carry)
 
 
 def split_rows(batch: Batch, micro_batches: int, mesh: Mesh | None = None) -> Batch:
@@ -376,7 +395,11 @@ def split_rows(batch: Batch, micro_batches: int, mesh: Mesh | None = None) -> Ba
 
 def _split(rows: jax.Array, micro_batches: int, mesh: Mesh | None) -> jax.Array:
   """[B, T] -> [M, B / M, T], each part spread over all devices of the mesh."""
-  parts = rows.reshape(micro_batches, rows.shape[0] // micro_batches, *rows.shape[1:])
+  return _spread(rows.reshape(micro_batches, rows.shape[0] // micro_batches, *rows.shape[1:]), mesh)
+
+
+def _spread(parts: jax.Array, mesh: Mesh | None) -> jax.Array:
+  """Lays [M, B / M, T] out with each part on all devices of the mesh."""
   if mesh is None:
     return parts
   spec = PartitionSpec(None, sharding.LOGICAL_TO_MESH["batch"])

@@ -66,12 +66,13 @@ def placements(
   cfg: ModelConfig, devices: Sequence[jax.Device], *, trainer: int, searchers: int, per_searcher: int, share: bool,
   optimizer: str, param_dtype: Any, compute_dtype: Any, sample_dtype: Any, cache_dtype: Any, slots: int,
   lane_samples: int, max_prompt_tokens: int, max_new_tokens: int, buffer_capacity: int,
-  lora: LoraSettings | None = None,
+  lora: LoraSettings | None = None, reference_moves: bool = False, reference_average: bool = False,
 ) -> list[Placement]:
   """What each part of a run keeps, device counts as `config.resolve_devices` gives them.
 
   With `lora` the trainer keeps a base in `compute_dtype` and trains adapters. A searcher keeps the same whether
   adapters are trained or everything: the weights (merged ones), and the reference (the base that they are merged with).
+  A reference that moves is kept by the trainer too, and with `reference_average` the float32 average that it is set to.
   Raises: ValueError if the pattern of `lora` matches no layer.
   """
   trainer_devices, searcher_devices = sharding.split_devices(
@@ -94,6 +95,12 @@ def placements(
     _place("trainer", trainer_devices, "optimizer state", moments, moments_layout),
     _place("trainer", trainer_devices, "gradients", params, layout),
   ]
+  for wanted, content, dtype in (
+    (reference_moves, "reference", sample_dtype), (reference_average, "average for the reference", "float32"),
+  ):
+    if wanted:
+      copy = transformer.abstract_params(cfg, jnp.dtype(dtype))
+      found.append(_place("trainer", trainer_devices, content, copy, sharding.param_shardings(copy, mesh)))
   for number, group in enumerate(searcher_devices):
     mesh = sharding.make_mesh(group)
     mesh = sharding.make_mesh(group, fsdp=1, tensor=len(group))

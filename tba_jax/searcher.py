@@ -6,6 +6,7 @@ it holds is decided by whoever drives it, between two calls of `step`.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -95,7 +96,8 @@ class Searcher:
     self.engine, self._eval_engine, self._slots = engine, eval_engine, slots
     self.counts = SearcherCounts()
     self._score, self._score_decode_layout = score, jax.jit(lambda params, *rows: score(restack(params), *rows))
-    self._reference, self._ref_version = reference, ref_version
+    self._reference = (reference, ref_version)
+    self._programs: dict[tuple[Score, int], Any] = {}  # compiled scores by the length of their rows
     self._prompts, self._reward, self._response_text = prompts, reward, response_text
     self.eval_reward = eval_reward
     self._settings = settings
@@ -108,9 +110,27 @@ class Searcher:
     return self._given.version
 
   def reference_weights(self) -> Weights:
-    """The reference in the layout that the engine takes. It is version 0, as long as no reference was reset."""
-    params = jax.jit(transformer.unstack)(self._reference)
-    return Weights(self._ref_version, params, params)
+    """The reference in the layout that the engine takes."""
+    reference, ref_version = self._reference
+    params = jax.jit(transformer.unstack)(reference)
+    return Weights(ref_version, params, params)
+
+  def set_reference(self, reference: Any, ref_version: int) -> None:
+    """From now on groups are scored by this reference; may be called from another thread."""
+    self._reference = (reference, ref_version)
+
+  def _compile_scores(self, decode_params: Any) -> None:
+    """Compiles the scoring programs for every shape of a group, so that none is compiled while the run goes on."""
+
+    def compiled(score: Score, params: Any, bucket: int) -> Any:
+      rows = (jax.ShapeDtypeStruct((self._settings.num_samples, bucket), jnp.int32),) * 3
+      return score.lower(params, *rows).compile()
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+      under_way = {
+          (score, bucket): pool.submit(compiled, score, params, bucket) for bucket in self._settings.length_buckets
+          for score, params in ((self._score, self._reference[0]), (self._score_decode_layout, decode_params))}
+      self._programs = {key: program.result() for key, program in under_way.items()}
 
   def give(self, weights: Weights) -> None:
     """Hands over newer weights; the engine decides when they take effect."""
@@ -145,6 +165,7 @@ class Searcher:
       self._eval_engine.set_weights(self._given.params, self._given.version)
       self._eval_engine.warmup()
       self._eval_engine.release()
+    self._compile_scores(self._given.params)
 
   @property
   def num_compiled(self) -> int:
@@ -202,14 +223,15 @@ class Searcher:
     if keep.sum() < 2:  # with one response the loss is zero whatever the policy
       self.counts.dropped_groups += 1
       return None
+    reference, ref_version = self._reference
     with self._span("score"):
-      log_ref = self._score_rows(self._score, self._reference, prompt.tokens, sampled.tokens, sampled.lengths)
+      log_ref = self._score_rows(self._score, reference, prompt.tokens, sampled.tokens, sampled.lengths)
     longest = int(sampled.lengths[keep].max())
     return RolloutGroup(
         prompt_id=occurrence.prompt_id, occurrence=occurrence.occurrence, attempt=occurrence.attempt, prompt=prompt.tokens,
         tokens=sampled.tokens[keep, :longest], lengths=sampled.lengths[keep], log_mu=sampled.log_mu[keep, :longest],
         log_ref=log_ref[keep, :longest], versions=sampled.versions[keep, :longest], rewards=rewards[keep],
-        truncated=sampled.truncated[keep], ref_version=self._ref_version, temperature=self._settings.temperature,
+        truncated=sampled.truncated[keep], ref_version=ref_version, temperature=self._settings.temperature,
         searcher=self.index, texts=tuple(text for text, k in zip(texts, keep) if k))
 
   def _grade(self, prompt: Prompt, texts: Sequence[str], sampled: SampledGroup) -> np.ndarray:
@@ -225,7 +247,10 @@ class Searcher:
   def _score_rows(self, score: Score, params: Any, prompt: np.ndarray, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """log_p float32 [S, T] of the responses, 0 beyond their lengths."""
     rows = response_rows(prompt, tokens, lengths, length_buckets=self._settings.length_buckets)
-    log_p = np.asarray(score(params, *rows))[:, len(prompt):len(prompt) + tokens.shape[1]]
+    # Rows that were left out are empty here: one shape for every number of usable rows.
+    rows = [np.pad(array, ((0, self._settings.num_samples - len(array)), (0, 0))) for array in rows]
+    program = self._programs.get((score, rows[0].shape[1]), score)
+    log_p = np.asarray(program(params, *rows))[: len(lengths), len(prompt):len(prompt) + tokens.shape[1]]
     log_p = np.pad(log_p, ((0, 0), (0, tokens.shape[1] - log_p.shape[1])))
     return np.where(np.arange(tokens.shape[1]) < lengths[:, None], log_p, 0.0).astype(np.float32)
 

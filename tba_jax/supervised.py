@@ -56,12 +56,17 @@ def fine_tune(
   snapshot = run_state.restore(like, None)
   if snapshot is not None:
     state = snapshot.train_state
-  while int(state.steps) < steps:
-    done = int(state.steps)
-    chosen = example_order(done, num_examples=len(examples), batch_size=batch_size, seed=seed)
-    batch = collate_supervised(
-        [examples[i] for i in chosen], row_multiple=row_multiple, length_buckets=length_buckets, pack=False)
-    state, metrics = step(state, jax.device_put(batch, placement), np.float32(0.0))
+
+  def batch_of(step: int) -> Batch:
+    chosen = example_order(step, num_examples=len(examples), batch_size=batch_size, seed=seed)
+    rows = collate_supervised([examples[i] for i in chosen], row_multiple=row_multiple, length_buckets=length_buckets, pack=False)
+    return jax.device_put(rows, placement)
+
+  first = int(state.steps)
+  batch = batch_of(first)
+  for done in range(first, steps):
+    state, metrics = step(state, batch, np.float32(0.0))
+    batch = batch_of(done + 1)  # while the devices work
     loss = float(metrics["loss"])
     if not np.isfinite(loss):
       raise FloatingPointError(f"fine-tuning step {done + 1} has loss {loss}; lower sft.learning_rate")

@@ -78,10 +78,12 @@ def _run(config: ConfigDict, folder: pathlib.Path, stop: StopFlag, stack: contex
   stack.callback(timeline.close)
 
   # --- Trainer, buffer, books ---
+  reference = build.build_reference(config, cfg, params, mesh, searcher_devices)
   trainer = build.build_trainer(config, cfg, params, mesh, folder)
   del params  # the trainer's: its steps donate them, or a frozen base is read by them
   exchange = build.build_exchange(config, len(task.train_prompts()))
-  snapshot = run_state.restore(_like(trainer.state), weights.abstract(trainer.state.params, searcher=0))
+  snapshot = run_state.restore(
+      _like(trainer.state), weights.abstract(trainer.state.params, searcher=0), None if reference is None else _like(reference.state()))
   steps_done = -1 if snapshot is None else snapshot.step
   with as_config_error(str(folder)):
     writer = metrics.MetricsWriter(folder, resume_step=steps_done)
@@ -90,7 +92,7 @@ def _run(config: ConfigDict, folder: pathlib.Path, stop: StopFlag, stack: contex
   for closes in (writer, rollouts, progress):
     stack.callback(closes.close)
   the_run = Run(
-      settings=build.run_settings(config), task=task, eval_prompts=eval_prompts, trainer=trainer, searchers=searchers, exchange=exchange,
+      settings=build.run_settings(config), task=task, eval_prompts=eval_prompts, trainer=trainer, reference=reference, searchers=searchers, exchange=exchange,
       weights=weights, run_state=run_state, writer=writer, rollouts=rollouts, timeline=timeline, waits=WaitMeter(),
       progress=progress, stop=stop, began=began)
   if snapshot is not None:
@@ -155,6 +157,8 @@ def _compile(the_run: Run) -> None:
     searcher.warmup()
   num_responses = the_run.settings.groups_per_step * the_run.settings.responses_per_prompt
   the_run.trainer.compile(num_responses, lambda done, of: bar.update(len(searchers), f"train step, shape {min(done + 1, of)} of {of}"))
+  if the_run.reference is not None:
+    the_run.reference.compile()
   bar.update(len(searchers) + 1, "done")
   bar.close()
   num_programs = sum(searcher.num_compiled for searcher in searchers)

@@ -75,7 +75,7 @@ class Draw:
   tokens: np.ndarray  # int32 [N, T]
   lengths: np.ndarray  # int32 [N]
   log_mu: np.ndarray  # float32 [N, T]
-  log_ref: np.ndarray  # float32 [N, T]
+  log_ref: np.ndarray  # float32 [N, T]; NaN in rows that an older reference scored: to be scored again before use
   versions: np.ndarray  # int32 [N], of the OLDEST token of each response
   rewards: np.ndarray  # float32 [N]
   truncated: np.ndarray  # bool [N]

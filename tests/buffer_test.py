@@ -19,7 +19,6 @@ WAYS_OUT = (
   "evicted_prompt_capacity",
   "evicted_age",
   "evicted_uses",
-  "evicted_reference",
   "discarded",
 )
 
@@ -293,21 +292,51 @@ def test_prompts_with_one_row_are_skipped_and_counted():
   assert not buffer.can_draw(num_prompts=3, responses_per_prompt=3, version=0)
 
 
-def test_new_reference_drops_rows_of_the_old_one():
-  for settings in (dict(), dict(order="fifo", dedup=False)):
-    buffer, rng = make_buffer(**settings), np.random.default_rng(10)
-    buffer.add(make_group(rng))
-    buffer.set_reference(1)
-    assert buffer.stats()["evicted_reference"] == 4 and not buffer.can_draw(
-      num_prompts=1, responses_per_prompt=2, version=0
-    )
-    with pytest.raises(
-      ValueError, match=r"ref_version=0 of a group differs from the buffer's 1; score the group by the current"
-    ):
-      buffer.add(make_group(rng))
-    buffer.add(make_group(rng, ref_version=1))
-    assert buffer.can_draw(num_prompts=1, responses_per_prompt=2, version=0)
-    assert_accounts(buffer)
+def moved_reference(**settings):
+  """A buffer whose reference has moved to version 3: two groups of 4 by the old one, one of them late, and one by the new."""
+  buffer, rng = make_buffer(**settings), np.random.default_rng(10)
+  buffer.add(make_group(rng))
+  buffer.set_reference(3)
+  buffer.add(make_group(rng))  # was under way when the reference moved
+  buffer.add(make_group(rng, ref_version=3))
+  return buffer
+
+
+def test_rows_of_an_older_reference_come_without_log_ref_until_they_are_given_one():
+  buffer, shape = moved_reference(capacity_per_prompt=12, recent_fraction=1.0), dict(num_prompts=1, responses_per_prompt=8, version=0)
+  draw = buffer.draw(**shape)  # newest first
+  assert np.isnan(draw.log_ref).all(axis=1).tolist() == [False] * 4 + [True] * 4
+  given = np.full_like(draw.log_ref, 0.5)
+  buffer.update_log_ref(draw.rows[4:6], given[4:6], ref_version=3)
+  copy = make_buffer(capacity_per_prompt=12, recent_fraction=1.0)
+  copy.load_state_dict(buffer.state_dict())
+  for each in (buffer, copy):
+    again = each.draw(**shape)
+    np.testing.assert_array_equal(again.log_ref[:4], draw.log_ref[:4])
+    assert (again.log_ref[4:6, 0] == 0.5).all() and np.isnan(again.log_ref[6:]).all()
+    assert each.stats()["rescored"] == 2
+    assert_accounts(each)
+
+
+def test_a_queue_hands_out_rows_of_older_references_too():
+  buffer = moved_reference(order="fifo", dedup=False)
+  draws = [buffer.draw(num_prompts=1, responses_per_prompt=6, version=0) for _ in range(3)]
+  for draw, old in zip(draws, (True, True, False), strict=True):
+    assert np.isnan(draw.log_ref).any(axis=1).tolist() == [old] * 4 + [False] * 2
+  buffer.update_log_ref(draws[0].rows[:4], draws[2].log_ref[:4], ref_version=3)  # they have left
+  assert_accounts(buffer)
+
+
+def test_rows_that_have_left_are_passed_over_when_log_ref_comes():
+  buffer, rng = make_buffer(capacity=4), np.random.default_rng(11)
+  buffer.add(make_group(rng))
+  buffer.set_reference(1)
+  draw = buffer.draw(num_prompts=1, responses_per_prompt=4, version=0)
+  buffer.add(make_group(rng, ref_version=1))  # takes their places
+  kept = buffer.draw(num_prompts=1, responses_per_prompt=4, version=0)
+  buffer.update_log_ref(draw.rows, np.zeros_like(draw.log_ref), ref_version=1)
+  again = buffer.draw(num_prompts=1, responses_per_prompt=4, version=0)
+  assert sorted(again.log_ref[:, 0].tolist()) == sorted(kept.log_ref[:, 0].tolist()) and (again.log_ref[:, 0] != 0).all()
 
 
 def test_fifo_gives_whole_groups_once_in_order():

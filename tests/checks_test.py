@@ -90,7 +90,7 @@ def test_refuses_settings(settings, text):
     ),
     (
       dict(ref_version=3),
-      r"ref_version=3 of a group differs from the buffer's 0; score the group by the current reference, or call",
+      r"ref_version=3 of a group is newer than the buffer's 0; call set_reference before anything is scored by a new",
     ),
     (
       dict(prompt=np.array([9], np.int32)),

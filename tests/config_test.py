@@ -80,7 +80,7 @@ def test_gsm8k_has_the_papers_settings():
   flat = config_schema.flatten(gsm8k.get_config())
   paper = {
     "model.path": "realtreetune/rho-1b-sft-GSM8K", "train.responses_per_prompt": 20, "sample.responses_per_prompt": 24,
-    "train.prompts_per_step": 7, "train.micro_batches": 7, "train.schedule": "wsd", "train.warmup_steps": 50,
+    "train.prompts_per_step": 7, "train.schedule": "wsd", "train.warmup_steps": 50,
     "train.stable_steps": 350, "train.decay_steps": 600, "train.learning_rate": 1e-5, "train.steps": 700,
     "loss.beta_init": 0.014, "loss.beta_final": 0.004, "loss.beta_decay_steps": 500, "buffer.recent_fraction": 0.95,
     "sync.every_steps": 2, "sample.temperature": 0.7, "buffer.capacity_per_prompt": 100, "buffer.fill_responses": 500,
@@ -96,7 +96,7 @@ def test_math_has_the_settings_of_tba_prime():
     "train.learning_rate": 1e-6, "train.schedule": "constant", "train.b2": 0.99, "train.weight_decay": 0.01,
     "train.clip_norm": 1.0, "loss.beta_init": 0.005, "loss.beta_final": 0.005, "sample.temperature": 1.0,
     "sample.max_prompt_tokens": 1024, "sample.responses_per_prompt": 16, "buffer.max_staleness": 10,
-    "loss.name": "tba_prime_ratio",
+    "loss.name": "tba_prime_ratio", "reference.reset_every_steps": 50,
   }
   assert {key: flat[key] for key in paper} == paper
   assert flat["sample.max_prompt_tokens"] + flat["sample.max_new_tokens"] == 3072
@@ -107,6 +107,13 @@ def test_math_needs_data_and_a_known_size():
   assert "data.path='' is missing: task 'math' has no data of its own" in _problems(config, num_devices=8)[0]
   with pytest.raises(ConfigError, match="size=9B must be one of 0.5B, 1.5B, 3B, 7B"):
     math_config.get_config("size=9B")
+
+
+def test_a_reference_that_adapters_are_merged_with_does_not_move():
+  config = _quickstart(**{"lora.pattern": "layers/attn/[qv]", "lora.rank": 8, "lora.alpha": 16.0, "reference.reset_every_steps": 50})
+  assert list(_problems(config)) == [
+    "reference.reset_every_steps=50 must be 0 with lora.pattern='layers/attn/[qv]': searchers merge the adapters with the "
+    "reference, so it stays the base; set it to 0, or lora.pattern='' to train everything"]
 
 
 def test_choices_are_those_of_the_parts_that_take_them():
@@ -334,7 +341,13 @@ def test_nearest_right_name(name, line):
    "eval.size=0 (the whole split) means nothing to task 'arithmetic', which has no end of problems; set a size"),
   ({"devices.trainer": 3, "devices.share": True, "devices.per_searcher": 1},
    "devices.trainer=3 must divide the 128 rows of a micro-batch (128 rows / train.micro_batches 1); use one of 1, 2, "
-   "4, 8, 16, 32, 64, 128 devices, or other micro-batches"),
+   "4, 8, 16, 32, 64, 128 devices, or other micro-batches, or train.packing=True"),
+  ({"reference.ema_decay": 0.9},
+   "reference.ema_decay=0.9 means nothing while reference.reset_every_steps=0 never moves the reference; set it to 0, or "
+   "set reference.reset_every_steps"),
+  ({"train.packing": True},
+   "train.packing=True needs train.micro_batches of at least 2, found 1: what packing saves is the micro-batches that "
+   "stay empty; use one of 1, 2, 4, 8, 16, 32, 64, 128, or set train.packing=False"),
   ({"devices.trainer": 2},
    "devices.trainer=2, devices.searchers=2, devices.per_searcher=1 need 4 devices of their own, but there are 3; lower "
    "the counts (0: automatic), or set devices.share=True to let searchers use the trainer's devices (platform cpu)"),

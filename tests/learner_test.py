@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -175,6 +176,7 @@ def test_step_equals_the_loss_written_out_response_by_response():
   "options",
   [
     dict(micro_batches=4, remat="full"),  # each group lies in two of them
+    pytest.param(dict(micro_batches=4, remat="dots"), marks=pytest.mark.slow),
     dict(micro_batches=2, whole_groups_per_micro_batch=True),
   ],
   ids=str,
@@ -190,6 +192,23 @@ def test_one_group_over_four_micro_batches():
   draw = make_draw([3, 9, 1, 5, 1, 1, 1, 1], [0] * 8, valid=[True, False] * 4)
   whole, _ = step_gradient(batch_of(draw))
   found, _ = step_gradient(batch_of(draw), micro_batches=4, remat="full")
+  assert_same_gradient(found, whole, 1e-6)
+
+
+def test_lengths_1_and_9_of_one_group_in_two_micro_batches():
+  draw = make_draw([1, 9], [0, 0])
+  whole, metrics = step_gradient(batch_of(draw, row_multiple=2))
+  found, found_metrics = step_gradient(batch_of(draw, row_multiple=2), micro_batches=2)
+  assert_same_gradient(found, whole, 1e-6)
+  assert found_metrics == pytest.approx(metrics, rel=1e-5, abs=1e-6)
+
+
+def test_eight_devices_and_three_packed_rows():
+  """Five devices hold rows without tokens: nothing of them may count."""
+  packed = batch_of(pack=True, length_buckets=(24,), num_rows=8)
+  assert packed.segment_ids.any(axis=1).tolist() == [True] * 3 + [False] * 5
+  whole, _ = step_gradient(batch_of())
+  found, _ = step_gradient(packed, mesh=mesh_of(dict(data=2, fsdp=4)))
   assert_same_gradient(found, whole, 1e-6)
 
 
@@ -364,6 +383,27 @@ def test_reference_scored_by_the_scorer_equals_log_pi_before_the_first_step():
   elsewhere = np.asarray(score(start_params(), wide.tokens, wide.positions, wide.segment_ids))
   for i in np.flatnonzero(DRAW.valid):
     np.testing.assert_allclose(elsewhere[wide.sequence_ids == i], log_ref[batch.sequence_ids == i], atol=1e-4)
+
+
+def compile_secs(num_layers: int) -> float:
+  """CPU seconds, so that what else runs on the machine does not count."""
+  cfg = ModelConfig(**{**CFG.__dict__, "num_layers": num_layers})
+  optimizer = adamw()
+  step = learner.make_train_step(
+    cfg, make_loss("tb_vargrad"), optimizer, temperature=1.0, compute_dtype=jnp.float32, remat="full", micro_batches=2, chunk_tokens=64
+  )
+  params, count = transformer.abstract_params(cfg), jax.ShapeDtypeStruct((), jnp.int32)
+  state = TrainState(params, jax.eval_shape(optimizer.init, params), count, count, count)
+  began = time.process_time()
+  step.lower(state, batch_of(), BETA).compile()
+  return time.process_time() - began
+
+
+@pytest.mark.slow
+def test_compiling_32_layers_takes_hardly_longer_than_4():
+  compile_secs(4)
+  few, many = (min(compile_secs(n) for _ in range(3)) for n in (4, 32))
+  assert many < 1.3 * few
 
 
 def gradient_memory_bytes(row_tokens: int, num_embeddings: int) -> int:

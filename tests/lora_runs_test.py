@@ -99,7 +99,7 @@ def test_only_adapters_learn_and_only_they_are_moved_and_saved(finished):
   # The base after 40 donating steps, and in the searcher, is what a new run makes of the seed.
   base = jax.jit(transformer.init_params, static_argnums=0)(cfg, jax.random.key(0))
   (frozen,) = run.trainer._frozen
-  for tree in (frozen, run.searchers[0]._reference):
+  for tree in (frozen, run.searchers[0]._reference[0]):
     jax.tree.map(np.testing.assert_array_equal, tree, base)
   # What a searcher was sent has the bytes of the adapters; what it samples with is the merged model.
   held = run.weights.latest(0)

@@ -120,6 +120,7 @@ def test_help_names_the_flags():
 
 def test_dry_run_prints_devices_and_bytes_and_writes_nothing(tmp_path):
   result = _run(QUICKSTART, "--dry_run", f"--workdir={tmp_path}/run", "--config.model.architecture.num_layers=3",
+                "--config.reference.reset_every_steps=50", "--config.reference.ema_decay=0.9",
                 XDG_CACHE_HOME=str(tmp_path / "cache"))
   assert result.returncode == 0, result.stderr
   rows = {line[:12].strip() + ": " + line[24:70].strip(): [int(n) for n in line[70:].replace(",", "").split()]
@@ -128,7 +129,8 @@ def test_dry_run_prints_devices_and_bytes_and_writes_nothing(tmp_path):
   vocab_size = int(result.stdout.split(" embeddings")[0].rsplit(" ", 1)[1])
   num_params = 128 * vocab_size + 3 * (2 * 128 + 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 384) + 128
   assert f"llama: {num_params:,} parameters" in result.stdout and "3 cpu devices" in result.stdout
-  for content in ("trainer: parameters", "trainer: gradients", "searcher 1: weights", "searcher 1: reference"):
+  for content in ("trainer: parameters", "trainer: gradients", "trainer: reference", "trainer: average for the reference",
+                  "searcher 1: weights", "searcher 1: reference"):
     assert rows[content] == [4 * num_params] * 2
   moments, _ = rows["trainer: optimizer state"]
   assert 8 * num_params <= moments < 8 * num_params + 64  # two moments and some counts

@@ -43,7 +43,15 @@ def test_terms():
   assert terms.secs == pytest.approx(5.0)
 
 
-LOAD = planner.workload(load_config("configs/gsm8k.py"), RHO, 100, 200)
+def unpacked_config():
+  """GSM8K in rows of one response each."""
+  config = load_config("configs/gsm8k.py")
+  with config.unlocked():
+    config.train.update(packing=False, micro_batches=7)
+  return config
+
+
+LOAD = planner.workload(unpacked_config(), RHO, 100, 200)
 
 
 def predicted(load=LOAD, chip=CHIPS["v5e"], *, trainer=4, searchers=4, share=False, **changes):
@@ -54,7 +62,7 @@ def predicted(load=LOAD, chip=CHIPS["v5e"], *, trainer=4, searchers=4, share=Fal
 
 
 def test_workload_of_a_config():
-  assert LOAD.step_tokens == 768, "100 + 512 tokens"
+  assert LOAD.step_tokens == LOAD.score_tokens == 768, "100 + 512 tokens"
   assert LOAD.kv_length == 1024 and LOAD.cache_length == 1024 and LOAD.prefill_tokens == 128
   assert LOAD.one_pass and not LOAD.bounded and LOAD.reuses and not LOAD.alternates
 
@@ -88,6 +96,17 @@ def test_lanes_read_a_prompt_once():
   assert read == pytest.approx((96 * 512 + 4 * 128) * entry)
 
 
+def test_packed_rows_by_hand():
+  packed = planner.workload(load_config("configs/gsm8k.py"), RHO, 100, 200)
+  assert packed.step_tokens == 1024 and packed.score_tokens == 768 and not packed.one_pass
+  # 42,000 tokens fill 11 micro-batches of 4 x 1,024; a second forward pass makes 10 FLOPs of 8.
+  per_token = 10 * (RHO.num_layers * 44.04e6 + 65.5e6) * 11 * 4 * 1024
+  assert predicted(packed).step_work.flops * 4 == pytest.approx(per_token, rel=0.2)
+  assert programs.micro_batches_in_use(load_config("configs/gsm8k.py"), 4, 300) == 11
+  assert programs.micro_batches_in_use(unpacked_config(), 4, 300) == 7
+  assert programs.all_batches(load_config("configs/gsm8k.py"), 4) == ((140, 1024, 140),)
+
+
 def test_who_waits():
   free = predicted()
   assert free.fresh_ratio > 1, "the searchers are the faster side here"
@@ -110,11 +129,11 @@ def test_fresh_steps_count_no_repetition():
 
 
 def test_splits_divide_batch_and_model():
-  found = list(splits.candidates(load_config("configs/gsm8k.py"), RHO, 8))
+  found = list(splits.candidates(unpacked_config(), RHO, 8))
   assert {counts.trainer for counts in found} == {1, 2, 4}, "divisors of 20 rows and of width 2048"
   assert all(counts.trainer + counts.searchers * counts.per_searcher == 8 and not counts.share for counts in found)
   assert DeviceCounts(4, 4, 1, False) in found and DeviceCounts(4, 1, 4, False) in found
-  fixed = load_config("configs/gsm8k.py")
+  fixed = unpacked_config()
   fixed.devices.per_searcher = 2
   assert list(splits.candidates(fixed, RHO, 8)) == [DeviceCounts(2, 3, 2, False), DeviceCounts(4, 2, 2, False)]
   own = load_config("configs/quickstart.py")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 
@@ -15,7 +16,9 @@ from tba_jax.config import ConfigError
 from tba_jax.models import transformer
 from tba_jax import build, metrics
 from tba_jax.runtime.run import StopFlag
+from tba_jax.runtime.trainer import Trainer
 from tba_jax.tasks.arithmetic import ArithmeticTask
+from tba_jax.types import Draw
 import runs
 
 
@@ -209,11 +212,17 @@ def test_a_nan_reward_removes_that_row_only(tmp_path, monkeypatch):
 
 def test_nonfinite_updates_are_skipped_counted_and_stop_the_run(tmp_path, monkeypatch, capsys):
   monkeypatch.setattr(build, "make_loss", lambda name: lambda log_pi, batch, *, beta: (log_pi.sum() * np.nan, {}))
+  draws, prepare = [], Trainer.prepare
+  monkeypatch.setattr(Trainer, "prepare", lambda self, draw: (draws.append(draw), prepare(self, draw))[1])
   assert runs.run(runs.short_config(runtime__mode="lockstep", train__max_nonfinite_in_row=2), tmp_path / "run") == 1
   said = capsys.readouterr().err
   assert "the last 2 updates had a loss or gradient that is not finite (train.max_nonfinite_in_row=2)" in said
   dumped = np.load(tmp_path / "run" / "nonfinite_step_2.npz")
-  assert dumped["tokens"].shape[0] == 16 and dumped["valid"].any()
+  assert len(draws) == 2 and draws[0].tokens.tobytes() != draws[1].tokens.tobytes()
+  assert set(dumped) == {field.name for field in dataclasses.fields(Draw)}
+  for name, array in dumped.items():
+    np.testing.assert_array_equal(array, getattr(draws[1], name), err_msg=name)
+  assert [line["skipped"] for line in runs.lines(tmp_path / "run") if "loss" in line] == [1.0]
 
 
 def test_stop_while_decoding_joins_all_threads_within_ten_seconds(tmp_path, monkeypatch):

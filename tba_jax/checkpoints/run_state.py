@@ -29,13 +29,17 @@ _EMPTY = "empty_arrays"  # orbax refuses arrays of size 0; their shapes travel i
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-  """A run between two optimizer steps. `published` is None when the searchers hold the weights of `train_state` itself."""
+  """A run between two optimizer steps.
+
+  `published` is None when the searchers hold the weights of `train_state` itself, `reference` where it never moves.
+  """
 
   step: int
   train_state: TrainState
   published: Any
   buffer: dict[str, np.ndarray]
   meta: dict[str, Any]
+  reference: Any = None
 
 
 class _LastAndBest(ocp.checkpoint_managers.PreservationPolicy):
@@ -77,20 +81,23 @@ class RunState:
       items["buffer"] = ocp.args.StandardSave(arrays)
     if snapshot.published is not None:
       items["published"] = ocp.args.StandardSave(snapshot.published)
+    if snapshot.reference is not None:
+      items["reference"] = ocp.args.StandardSave(self._copy(snapshot.reference))
     self._manager.save(snapshot.step, args=ocp.args.Composite(**items))
     if wait:
       self.join()
 
-  def restore(self, train_state: TrainState, published: Any) -> Snapshot | None:
+  def restore(self, train_state: TrainState, published: Any, reference: Any = None) -> Snapshot | None:
     """The newest readable step, or None where there is none; a step that cannot be read is reported and the one before it tried.
 
-    Args: shapes, dtypes and shardings (ShapeDtypeStruct trees) of the train state and of one searcher's weights.
+    Args: shapes, dtypes and shardings (ShapeDtypeStruct trees) of the train state, of one searcher's weights, and of a reference
+      that moves.
     Raises: RuntimeError if there are steps and none can be read.
     """
     steps = sorted(self._manager.all_steps(), reverse=True)
     for step in steps:
       try:
-        return self._restore_step(step, train_state, published)
+        return self._restore_step(step, train_state, published, reference)
       except Exception as error:  # whatever a damaged file makes orbax raise: the step before it may be whole
         logging.error("checkpoint of step %d cannot be read (%s: %s); trying the one before", step, type(error).__name__,
                       str(error).splitlines()[0] if str(error) else "")
@@ -99,18 +106,20 @@ class RunState:
                          "in a new workdir")
     return None
 
-  def _restore_step(self, step: int, train_state: TrainState, published: Any) -> Snapshot:
+  def _restore_step(self, step: int, train_state: TrainState, published: Any, reference: Any) -> Snapshot:
     meta = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
     items = {"train": ocp.args.StandardRestore(train_state)}
     if meta["has_published"]:
       items["published"] = ocp.args.StandardRestore(published)
+    if reference is not None:
+      items["reference"] = ocp.args.StandardRestore(reference)
     if (pathlib.Path(self._manager.directory) / str(step) / "buffer").exists():
       items["buffer"] = ocp.args.StandardRestore()
     got = self._manager.restore(step, args=ocp.args.Composite(**items))
     buffer = {name: np.asarray(array) for name, array in (got.get("buffer") or {}).items()}
     for name, (shape, dtype) in meta.pop(_EMPTY).items():
       buffer[name] = np.zeros(shape, dtype)
-    return Snapshot(step, TrainState(*got["train"]), got.get("published"), buffer, meta)
+    return Snapshot(step, TrainState(*got["train"]), got.get("published"), buffer, meta, got.get("reference"))
 
   def drop_steps_after(self, step: int) -> None:
     """Removes steps newer than the one resumed from, which could not be read."""

@@ -21,8 +21,8 @@ from tba_jax.plan.work import Work, decode_work, forward_work, train_work
 class Workload:
   """What a run does, by its config, and how long its texts are on average (an assumption of the plan).
 
-  `step_tokens`: padded length of the rows of a typical step. `kv_length`: entries of the cache that a typical chunk
-  reads. `every_steps`: publishes. `bounded`: flow control lets searchers get only so far ahead. `reuses`: a response
+  `step_tokens`: padded length of the rows of a typical step; with `packing` several sequences share one. `kv_length`:
+  entries of the cache that a typical chunk reads. `every_steps`: publishes. `bounded`: flow control lets searchers get only so far ahead. `reuses`: a response
   may be trained on more than once, so the trainer never waits for fresh ones.
   """
 
@@ -33,6 +33,8 @@ class Workload:
   mean_response_tokens: float
   max_new_tokens: int
   step_tokens: int
+  score_tokens: int  # padded length of the rows that a searcher scores
+  packing: bool
   micro_batches: int
   remat: str
   one_pass: bool
@@ -110,9 +112,13 @@ def predict(
     *_link_bytes: of one call of the compiled program; decode: of a whole chunk.
   """
   rows = math.ceil(load.prompts_per_step * load.responses_per_prompt / (load.micro_batches * trainer))
-  rows *= load.micro_batches * trainer
+  part_rows = rows * trainer
+  num_parts = load.micro_batches
+  if load.packing:  # micro-batches that stay empty are not computed
+    tokens = load.prompts_per_step * load.responses_per_prompt * (load.mean_prompt_tokens + load.mean_response_tokens)
+    num_parts = min(num_parts, math.ceil(tokens / (part_rows * load.step_tokens)))
   step_work = train_work(
-    cfg, rows=rows, row_tokens=load.step_tokens, micro_batches=load.micro_batches, remat=load.remat,
+    cfg, rows=num_parts * part_rows, row_tokens=load.step_tokens, micro_batches=num_parts, remat=load.remat,
     one_pass=load.one_pass, adapters_only=load.adapters_only, optimizer=load.optimizer,
     compute_bytes=load.compute_bytes, devices=trainer, fused_attention=False,
   )
@@ -124,9 +130,9 @@ def predict(
   forward = dict(compute_bytes=load.compute_bytes, devices=per_searcher, fused_attention=False)
   prefill_work = forward_work(
     cfg, rows=load.prefill_prompts, row_tokens=load.prefill_tokens, head_tokens=load.prefill_prompts, **forward)
-  score_tokens = load.num_samples * load.step_tokens
+  score_tokens = load.num_samples * load.score_tokens
   score_work = forward_work(
-    cfg, rows=load.num_samples, row_tokens=load.step_tokens, head_tokens=score_tokens, **forward)
+    cfg, rows=load.num_samples, row_tokens=load.score_tokens, head_tokens=score_tokens, **forward)
   step = terms(step_work, step_link_bytes, chip)
   decode = terms(token_work, decode_link_bytes / load.chunk_tokens, chip)
   prefill, score = terms(prefill_work, prefill_link_bytes, chip), terms(score_work, score_link_bytes, chip)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -76,7 +77,9 @@ def trainer_part(config: ConfigDict, cfg: ModelConfig, devices: Sequence[jax.Dev
     Resident("batches, one ahead", 2 * _bytes(batch)),
   ]
   programs = [
-    Program("train step", lambda: step.lower(state, batch, beta, *frozen), len(train.length_buckets)),
+    Program(
+      "train step", lambda: step.lower(state, batch, beta, *frozen), 1 if train.packing else len(train.length_buckets),
+      micro_batches_in_use(config, len(devices), (config.sample.max_prompt_tokens + config.sample.max_new_tokens) / 2)),
   ]
   if lora is None:
     convert = build.make_convert(jnp.dtype(config.sample.dtype))
@@ -87,6 +90,11 @@ def trainer_part(config: ConfigDict, cfg: ModelConfig, devices: Sequence[jax.Dev
     published = state.params
     residents.insert(0, Resident("frozen base", _bytes(base)))
   residents.append(Resident("copy being published", _bytes(published)))
+  if config.reference.reset_every_steps:
+    copy = _put(_cast(whole, config.sample.dtype), sharding.param_shardings(whole, mesh))
+    residents.append(Resident("reference", _bytes(copy)))
+  if config.reference.ema_decay:
+    residents.append(Resident("average for the reference", _bytes(state.params)))
   return Part(tuple(residents), tuple(programs), _bytes(published))
 
 
@@ -100,8 +108,18 @@ def all_batches(config: ConfigDict, num_devices: int) -> tuple[BatchShape, ...]:
   train = config.train
   return batch_shapes(
     num_responses=train.prompts_per_step * train.responses_per_prompt, row_multiple=train.micro_batches * num_devices,
-    length_buckets=train.length_buckets,
+    length_buckets=train.length_buckets[-1:] if train.packing else train.length_buckets,
   )
+
+
+def micro_batches_in_use(config: ConfigDict, num_devices: int, mean_tokens: float) -> int:
+  """How many micro-batches a step computes: all, or of packed rows those that sequences of this mean length fill."""
+  train = config.train
+  if not train.packing:
+    return train.micro_batches
+  (shape,) = all_batches(config, num_devices)
+  part_tokens = shape.num_rows // train.micro_batches * shape.row_tokens
+  return min(train.micro_batches, math.ceil(train.prompts_per_step * train.responses_per_prompt * mean_tokens / part_tokens))
 
 
 def searcher_part(config: ConfigDict, cfg: ModelConfig, devices: Sequence[jax.Device]) -> Part:

@@ -88,7 +88,8 @@ def as_markdown(plan: Plan) -> str:
   parts += [
     "## Assumptions",
     f"Prompts of {load.mean_prompt_tokens:g} and responses of {load.mean_response_tokens:g} tokens on average; a "
-    f"step's rows are padded to {load.step_tokens}, the length that holds the longest response. Seconds are max(FLOPs "
+    f"step's rows have {load.step_tokens} tokens, {'packed' if load.packing else 'which the longest response needs'}. "
+    "Seconds are max(FLOPs "
     "/ (peak x MFU), bytes / (bandwidth x share)) + link bytes / (link x share): a model, nothing was executed. "
     "FLOPs and memory traffic are counted by formula (FLOPs: tested against the compiler's count without loops), "
     "link bytes in the compiled program's text, each collective times the trips of the loops around it. `compiler's "

@@ -52,7 +52,7 @@ def candidates(config: ConfigDict, cfg: ModelConfig, num_devices: int) -> Iterat
     return
   micro_rows = config.train.prompts_per_step * config.train.responses_per_prompt // config.train.micro_batches
   for trainer in range(1, num_devices):
-    if micro_rows % trainer or cfg.hidden_size % trainer:
+    if (micro_rows % trainer and not config.train.packing) or cfg.hidden_size % trainer:
       continue
     left = num_devices - trainer
     for per_searcher in (devices.per_searcher,) if devices.per_searcher else range(1, left + 1):

@@ -26,8 +26,8 @@ from tba_jax.types import Draw, RolloutGroup
 
 _COUNTERS = (
   "added", "duplicates", "evicted_capacity", "evicted_prompt_capacity", "evicted_age", "evicted_age_unused",
-  "evicted_uses", "evicted_reference", "discarded", "rows_drawn", "groups_drawn", "groups_short", "prompts_skipped",
-  "recent_misses", "priorities_too_late",
+  "evicted_uses", "discarded", "rows_drawn", "groups_drawn", "groups_short", "prompts_skipped", "recent_misses",
+  "priorities_too_late", "rescored",
 )
 
 
@@ -37,7 +37,7 @@ class NotEnoughData(Exception):
 
 class ReplayBuffer:
   """See the module. Every row that was ever added is live, or in exactly one of these counters of `stats()`:
-  duplicates, evicted_capacity, evicted_prompt_capacity, evicted_age, evicted_uses, evicted_reference, discarded.
+  duplicates, evicted_capacity, evicted_prompt_capacity, evicted_age, evicted_uses, discarded.
   """
 
   def __init__(
@@ -61,8 +61,7 @@ class ReplayBuffer:
       dedup: of identical responses to one prompt only the newest is kept.
       order: "tba" or "fifo".
       single_prompt: the task has one prompt, so that the coin is tossed for each response.
-      ref_version: version of the reference policy that `log_ref` of added groups must come from.
-
+      ref_version: version of the reference policy that the newest groups are scored by.
     Raises:
       ValueError: a setting out of range, or settings that contradict each other.
     """
@@ -152,12 +151,17 @@ class ReplayBuffer:
           self._chooser.age(unit)
 
   def set_reference(self, ref_version: int) -> None:
-    """The reference policy moved: rows scored by another one are dropped, and groups scored by another one refused."""
+    """The reference policy moved: draws give rows that an older one scored without a log_ref, see `update_log_ref`."""
     with self._lock:
-      if ref_version != self._ref_version:
-        self._ref_version = int(ref_version)
-        self._num_groups = 0
-        self._remove(self._store.live_by_arrival().tolist(), "evicted_reference")
+      self._ref_version = int(ref_version)
+
+  def update_log_ref(self, rows: np.ndarray, log_ref: np.ndarray, *, ref_version: int) -> None:
+    """Sets log_ref [n, T] of rows by their handles `Draw.rows`, as a reference scored them; what has left is passed over."""
+    with self._lock:
+      live = self._store.is_live(rows)
+      kept = rows[live] % self._capacity
+      self._store.log_ref[kept, : log_ref.shape[1]], self._store.ref_version[kept] = log_ref[live], ref_version
+      self._counts["rescored"] += len(rows)
 
   def can_draw(self, *, num_prompts: int, responses_per_prompt: int, version: int) -> bool:
     """Whether `draw` with the same arguments would give a batch. Like it, drops rows that are too old at `version`."""
@@ -193,7 +197,8 @@ class ReplayBuffer:
         groups, weights = [np.array(rows[:responses_per_prompt], np.int64) for rows in queued], [1.0] * num_prompts
       else:
         groups, weights = self._choose_groups(num_prompts, responses_per_prompt)
-      draw = self._store.gather(groups, weights, num_rows=responses_per_prompt, version=version)
+      draw = self._store.gather(
+        groups, weights, num_rows=responses_per_prompt, version=version, ref_version=self._ref_version)
       drawn = np.concatenate(groups)
       self._store.use(drawn)
       self._counts["rows_drawn"] += len(drawn)

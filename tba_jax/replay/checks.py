@@ -146,10 +146,10 @@ def check_group_fits(
       f"temperature={group.temperature} of a group differs from the buffer's {temperature}; log-probabilities of two "
       "temperatures cannot be trained on together: keep one temperature for the run."
     )
-  if group.ref_version != ref_version:
+  if group.ref_version > ref_version:
     raise ValueError(
-      f"ref_version={group.ref_version} of a group differs from the buffer's {ref_version}; score the group by the "
-      "current reference, or call set_reference first."
+      f"ref_version={group.ref_version} of a group is newer than the buffer's {ref_version}; call set_reference before "
+      "anything is scored by a new reference."
     )
   if prompt is not None and not np.array_equal(group.prompt, prompt):
     raise ValueError(

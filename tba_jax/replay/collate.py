@@ -47,12 +47,14 @@ def batch_shapes(
   Raises: ValueError for a size below 1 or buckets that do not ascend.
   """
   _check_shape_arguments(num_responses, row_multiple, length_buckets)
-  padded = _round_up(num_responses, row_multiple)
+  padded = round_up(num_responses, row_multiple)
   row_counts = _packed_row_counts(padded, row_multiple) if pack else (padded,)
   return tuple(BatchShape(rows, length, padded) for length in length_buckets for rows in row_counts)
 
 
-def collate(draw: Draw, *, row_multiple: int, length_buckets: Sequence[int], pack: bool = False) -> Batch:
+def collate(
+  draw: Draw, *, row_multiple: int, length_buckets: Sequence[int], pack: bool = False, num_rows: int | None = None
+) -> Batch:
   """The batch that a draw makes: prompt and response tokens in rows, the rest per response. All arrays are numpy.
 
   Rows that are not valid hold no tokens at all (segment 0), so nothing of them can be attended or trained; their
@@ -64,16 +66,19 @@ def collate(draw: Draw, *, row_multiple: int, length_buckets: Sequence[int], pac
     length_buckets: tokens of a row; the smallest that holds the longest sequence is taken.
     pack: put several sequences in a row (first fit, longest first, over the whole batch). Responses of one group then
       lie in different rows: a step in micro-batches must not assume whole groups.
-  Raises: ValueError if a valid row has an empty prompt or response, or a sequence does not fit the largest bucket.
+    num_rows: with `pack`, rows of the batch whatever the draw needs, so that all draws have one shape; those without
+      tokens come last, where a train step in micro-batches skips them. Default: the least of `batch_shapes`.
+  Raises: ValueError if a valid row has an empty prompt or response, a sequence does not fit the largest bucket, or the
+    sequences do not fit `num_rows`.
   """
   _check_shape_arguments(len(draw.lengths), row_multiple, length_buckets)
-  padding = _round_up(len(draw.lengths), row_multiple) - len(draw.lengths)
+  padding = round_up(len(draw.lengths), row_multiple) - len(draw.lengths)
   valid = np.asarray(draw.valid, bool)
   _check_not_empty(draw.prompt_lengths[valid], draw.lengths[valid])
   sequences = _Sequences(
     draw.prompts, np.where(valid, draw.prompt_lengths, 0), draw.tokens, np.where(valid, draw.lengths, 0)
   )
-  rows, offsets, shape = _place(sequences, row_multiple, length_buckets, pack)
+  rows, offsets, shape = _place(sequences, row_multiple, length_buckets, pack, num_rows)
   per_token = _scatter(sequences, rows, offsets, shape, {"log_mu": draw.log_mu, "log_ref": draw.log_ref})
   return Batch(
     **per_token,
@@ -134,17 +139,20 @@ def collate_supervised(
 
 
 def _place(
-  sequences: _Sequences, row_multiple: int, length_buckets: Sequence[int], pack: bool
+  sequences: _Sequences, row_multiple: int, length_buckets: Sequence[int], pack: bool, num_rows: int | None
 ) -> tuple[np.ndarray, np.ndarray, BatchShape]:
   """Row and offset of each sequence, and the batch shape that holds them."""
   totals = sequences.prompt_lengths + sequences.lengths
-  padded = _round_up(len(totals), row_multiple)
+  padded = round_up(len(totals), row_multiple)
   row_tokens = _bucket_for(int(totals.max()), length_buckets)
   if not pack:
     return np.arange(len(totals)), np.zeros(len(totals), np.int64), BatchShape(padded, row_tokens, padded)
-  rows, offsets, num_rows = _first_fit_decreasing(totals, row_tokens)
-  counts = _packed_row_counts(padded, row_multiple)
-  return rows, offsets, BatchShape(next(n for n in counts if n >= num_rows), row_tokens, padded)
+  rows, offsets, needed = _first_fit_decreasing(totals, row_tokens)
+  if num_rows is None:
+    num_rows = next(n for n in _packed_row_counts(padded, row_multiple) if n >= needed)
+  if needed > num_rows:
+    raise ValueError(f"num_rows={num_rows} rows of {row_tokens} tokens hold too few, {needed} are needed; raise it.")
+  return rows, offsets, BatchShape(num_rows, row_tokens, padded)
 
 
 def _scatter(
@@ -250,5 +258,6 @@ def _pad(values: np.ndarray, num: int, fill: float | bool) -> np.ndarray:
   return np.concatenate([values, np.full(num, fill, values.dtype)])
 
 
-def _round_up(value: int, multiple: int) -> int:
+def round_up(value: int, multiple: int) -> int:
+  """The least multiple of `multiple` that is not below `value`."""
   return -(-value // multiple) * multiple

@@ -23,6 +23,7 @@ _ROW_COLUMNS = (
   "attempt",
   "oldest_version",
   "newest_version",
+  "ref_version",
   "uses",
   "arrival",
   "first_arrival",
@@ -53,6 +54,7 @@ class RowStore:
     self.attempt = np.empty(capacity, np.int32)
     self.oldest_version = np.empty(capacity, np.int32)
     self.newest_version = np.empty(capacity, np.int32)
+    self.ref_version = np.empty(capacity, np.int32)
     self.uses = np.empty(capacity, np.int32)
     self.arrival = np.empty(capacity, np.int64)  # -1 where a row has been freed
     self.first_arrival = np.empty(capacity, np.int64)  # of the sampling group
@@ -99,6 +101,7 @@ class RowStore:
     self.attempt[rows] = group.attempt
     self.oldest_version[rows] = oldest
     self.newest_version[rows] = np.where(real, versions, -1).max(axis=1)
+    self.ref_version[rows] = group.ref_version
     self.uses[rows] = 0
     self.arrival[rows] = np.arange(self.next_arrival, self.next_arrival + num)
     self.first_arrival[rows] = self.next_arrival
@@ -194,13 +197,16 @@ class RowStore:
     rows = np.flatnonzero(self.arrival[: self._next_row] >= 0)
     return rows[np.argsort(self.arrival[rows])]
 
-  def gather(self, groups: Sequence[np.ndarray], weights: Sequence[float], *, num_rows: int, version: int) -> Draw:
+  def gather(
+    self, groups: Sequence[np.ndarray], weights: Sequence[float], *, num_rows: int, version: int, ref_version: int
+  ) -> Draw:
     """Copies rows into a draw: group after group, each filled up to `num_rows` with rows that are not valid.
 
     Args:
       groups: live rows of each training group, int64, 1 to num_rows of them.
       weights: of the groups.
       version: that rows which are not valid claim, so that their staleness is 0.
+      ref_version: of the reference now; rows that another one scored get a log_ref of NaN.
     """
     rows = np.full((len(groups), num_rows), -1, np.int64)
     for place, group in enumerate(groups):
@@ -215,13 +221,15 @@ class RowStore:
       taken[padding] = fill
       return taken
 
+    log_ref = take(self.log_ref, rows, 0)
+    log_ref[valid & (self.ref_version[rows] != ref_version)] = np.nan
     return Draw(
       prompts=take(self.prompt_tokens, slots, 0),
       prompt_lengths=take(self.prompt_length, slots, 0),
       tokens=take(self.tokens, rows, 0),
       lengths=take(self.length, rows, 0),
       log_mu=take(self.log_mu, rows, 0),
-      log_ref=take(self.log_ref, rows, 0),
+      log_ref=log_ref,
       versions=take(self.oldest_version, rows, version),
       rewards=take(self.reward, rows, 0),
       truncated=take(self.truncated, rows, 0),

@@ -218,6 +218,16 @@ class Exchange:
       self.buffer.mark_publish(version)
       self._changed.notify_all()
 
+  def set_reference(self, ref_version: int) -> None:
+    """The reference moves; called before any searcher scores by the new one."""
+    with self._changed:
+      self.buffer.set_reference(ref_version)
+
+  def update_log_ref(self, rows: np.ndarray, log_ref: np.ndarray, *, ref_version: int) -> None:
+    """Keeps what rows were given when they were scored again."""
+    with self._changed:
+      self.buffer.update_log_ref(rows, log_ref, ref_version=ref_version)
+
   def stop(self) -> None:
     """Ends every wait."""
     with self._changed:

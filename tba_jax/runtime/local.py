@@ -1,8 +1,8 @@
 """Asynchronous mode on the devices of one process: a thread per searcher, the trainer in the calling thread.
 
-The trainer draws and places the next batch while a step runs, publishes weights every few steps and hands evaluations to the first
-searcher; it waits for nothing but an empty buffer. A searcher that raises is restarted on its own engine, its prompts are handed out
-again with fresh keys; when it has raised too often the run stops, with a checkpoint.
+While a step runs the trainer books the one before, and draws and places the next batch; it publishes weights every few steps and
+hands evaluations to the first searcher; it waits for nothing but an empty buffer. A searcher that raises is restarted on its own
+engine, its prompts are handed out again with fresh keys; when it has raised too often the run stops, with a checkpoint.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def run_async(run: Run) -> None:
 def _train(run: Run, pool: SearcherPool) -> None:
   settings = run.settings
   if run.step > 0 and run.totals.last_eval_step < 0:  # the run was stopped before its first evaluation was through
-    pool.evaluate(0, run.searchers[0].reference_weights())
+    pool.evaluate(0, run.initial_weights())
   _evaluate_if_due(run, pool)
   prepared = _next_batch(run, pool, version=run.trainer.version) if run.step < settings.steps else None
   while prepared is not None:
@@ -169,17 +169,19 @@ def _train(run: Run, pool: SearcherPool) -> None:
     with run.timeline.span("trainer", "step"):
       run.trainer.dispatch(prepared)
       prepared = None
-      # A checkpoint holds no batch that is drawn and not trained, so the next one is drawn only after it.
-      if run.step + 1 < settings.steps and not run.checkpoint_due(run.step + 1) and not run.stop.is_set():
-        draw = run.exchange.try_draw(version=run.trainer.version + 1)
-        prepared = None if draw is None else run.trainer.prepare(draw)
-      report = run.trainer.finish()
-    run.after_step(report)
+      try:
+        run.after_step()  # the one before
+        if run.may_draw_ahead():
+          draw = run.exchange.try_draw(version=run.trainer.version + 1)
+          prepared = None if draw is None else run.prepare(draw)
+      finally:  # whatever ends the run: its last checkpoint is of a moment between two steps
+        run.finish_step()
     if run.step % settings.sync_every_steps == 0:
       run.publish(wait=False)
     _evaluate_if_due(run, pool)
     pool.watch()
     if prepared is None:  # a batch in hand is trained before anything else, also when the run is to stop
+      run.after_step()
       if run.checkpoint_due():
         run.save()
       if run.step >= settings.steps or run.stop.is_set():
@@ -197,7 +199,7 @@ def _next_batch(run: Run, pool: SearcherPool, *, version: int) -> Prepared | Non
 
   with run.timeline.span("trainer", "wait"), run.waits.waiting("trainer"):
     draw = run.exchange.wait_draw(version=version, alive=alive)
-  return None if draw is None else run.trainer.prepare(draw)
+  return None if draw is None else run.prepare(draw)
 
 
 def _evaluate_if_due(run: Run, pool: SearcherPool) -> None:

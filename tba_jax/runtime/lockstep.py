@@ -27,9 +27,9 @@ def run_lockstep(run: Run) -> None:
     if draw is None:
       return
     with run.timeline.span("trainer", "step"):
-      run.trainer.dispatch(run.trainer.prepare(draw))
-      report = run.trainer.finish()
-    run.after_step(report)
+      run.trainer.dispatch(run.prepare(draw))
+      run.finish_step()
+    run.after_step()
     if run.step % settings.sync_every_steps == 0:
       run.publish(wait=True)
     if run.checkpoint_due():

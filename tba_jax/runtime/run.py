@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from tba_jax.checkpoints.run_state import RunState, Snapshot
@@ -16,10 +17,11 @@ from tba_jax.evaluate import Evaluation, evaluate_greedy
 from tba_jax.meters import StalenessStats, Timeline, WaitMeter
 from tba_jax.metrics import MetricsWriter, Progress, RolloutLog, format_secs
 from tba_jax.runtime.exchange import Exchange
-from tba_jax.runtime.trainer import StepReport, Trainer
+from tba_jax.runtime.reference import Reference
+from tba_jax.runtime.trainer import Prepared, StepReport, Trainer
 from tba_jax.searcher import LogprobGap, Searcher, SearcherCounts
 from tba_jax.tasks.base import Task
-from tba_jax.types import Prompt, RolloutGroup
+from tba_jax.types import Draw, Prompt, RolloutGroup
 from tba_jax.weights import Weights, WeightStore
 
 
@@ -93,7 +95,8 @@ _SEARCHER_COUNTS = tuple(field.name for field in dataclasses.fields(SearcherCoun
 class Run:
   """The parts of a run and its books. Drivers (`lockstep`, `local`) decide who does what when.
 
-  `began`: time.monotonic() when the process began its work. Thread-safe where searchers call it: `note_group`, `note_gap`, `record_evaluation`.
+  `reference`: None where it never moves. `began`: time.monotonic() when the process began its work.
+  Thread-safe where searchers call it: `note_group`, `note_gap`, `record_evaluation`.
   """
 
   def __init__(
@@ -103,6 +106,7 @@ class Run:
       task: Task,
       eval_prompts: Sequence[Prompt],
       trainer: Trainer,
+      reference: Reference | None,
       searchers: list[Searcher],
       exchange: Exchange,
       weights: WeightStore,
@@ -117,6 +121,7 @@ class Run:
   ):
     self.settings, self.task, self.eval_prompts = settings, task, eval_prompts
     self.trainer, self.searchers, self.exchange, self.weights = trainer, searchers, exchange, weights
+    self.reference = reference
     self.run_state, self.writer, self.rollouts = run_state, writer, rollouts
     self.timeline, self.waits, self.progress, self.stop = timeline, waits, progress, stop
     self.staleness = StalenessStats()
@@ -131,6 +136,7 @@ class Run:
     self._accuracy = math.nan
     self._evaluating_step = -1  # the last step whose evaluation was asked for in this process
     self.num_evaluated = 0
+    self._to_book: StepReport | None = None  # of the step finished last
 
   # --- What searchers report ---
 
@@ -171,14 +177,48 @@ class Run:
       self._train_began = time.monotonic()
       self.progress.start_clock()
 
-  def after_step(self, report: StepReport) -> None:
-    """Books and logs a finished step."""
+  def prepare(self, draw: Draw) -> Prepared:
+    """The batch of a draw, by one reference. Goes on beside a step that is under way."""
+    if self.reference is not None:
+      draw, again = self.reference.rescore(draw)
+      self.exchange.update_log_ref(draw.rows[again], draw.log_ref[again], ref_version=self.reference.version)
+    return self.trainer.prepare(draw)
+
+  def may_draw_ahead(self) -> bool:
+    """Whether the next batch may be drawn while a step is under way.
+
+    A checkpoint holds no batch that is drawn and not trained, and rows are not to be scored by a reference about to be replaced.
+    """
+    step = self.step + 1
+    moves = self.reference is not None and self.reference.is_due(step)
+    return step < self.settings.steps and not moves and not self.checkpoint_due(step) and not self.stop.is_set()
+
+  def finish_step(self) -> None:
+    """Waits for the step under way. Its version counts from here on; its books may be done while the next step runs."""
+    assert self._to_book is None
+    self._to_book = self.trainer.finish()
+    self.exchange.advance(self.trainer.version)
+    if self.reference is not None:
+      self.reference.after_step(self.trainer.state.params)
+      if self.reference.is_due(self.step) and self.trainer.version > self.reference.version:
+        self._use_reference(self.reference.move(self.trainer.state.params, self.trainer.version))
+
+  def _use_reference(self, copies: Sequence[Any]) -> None:
+    """Buffer and searchers go over to the trainer's reference; a copy for each searcher is on its way to it."""
+    self.exchange.set_reference(self.reference.version)  # first: groups of a newer reference would be refused
+    for searcher, params in zip(self.searchers, copies, strict=True):
+      searcher.set_reference(params, self.reference.version)
+
+  def after_step(self) -> None:
+    """Books and logs the step that was finished last, unless that has been done."""
+    report, self._to_book = self._to_book, None
+    if report is None:
+      return
     totals = self.totals
     totals.trained_tokens += report.num_tokens
     totals.trained_responses += int(report.draw.valid.sum())
     totals.skipped_updates += int(report.metrics["skipped"])
     self.staleness.add(report.staleness)
-    self.exchange.advance(self.trainer.version)
     with self._lock:
       groups, self._fresh_groups = self._fresh_groups, []
       gaps, self._gaps = self._gaps, []
@@ -206,6 +246,7 @@ class Run:
         "staleness_mean": float(staleness.mean()),
         "staleness_max": int(staleness.max()),
         "trained_tokens": self.totals.trained_tokens,
+        "real_token_share": report.real_token_share,
         **{_COUNT_NAMES.get(name, name): value for name, value in counts.items()},
         **{f"buffer_{name}": value for name, value in self.exchange.buffer.stats().items()},
         **rates,
@@ -247,6 +288,14 @@ class Run:
     every, step = self.settings.eval_every_steps, self.step
     wanted = step == 0 or step >= self.settings.steps or (every > 0 and step % every == 0)
     return wanted and step > max(self.totals.last_eval_step, self._evaluating_step)
+
+  def initial_weights(self) -> Weights:
+    """Version 0 for the first searcher, in a run that has gone on from there: the reference, or where that has moved, from disk."""
+    if self.reference is None or self.reference.version == 0:
+      return self.searchers[0].reference_weights()
+    like = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.trainer.state.params)
+    return self.weights.pin(self.run_state.load_initial(like), 0, searcher=0)
 
   def mark_evaluating(self) -> None:
     """The evaluation of this step is under way."""
@@ -314,6 +363,7 @@ class Run:
 
   def save(self, *, wait: bool = False) -> None:
     """Writes a checkpoint of this moment; no step may be under way."""
+    self.after_step()
     with self.timeline.span("trainer", "checkpoint"):
       self.weights.join()  # what was published last is what the searchers will have been given
       arrays, exchange = self.exchange.state_dict()
@@ -326,10 +376,12 @@ class Run:
       meta = {
           "exchange": exchange, "totals": {k: v for k, v in totals.items() if not _is_nan(v)}, "gaps": gaps,
           "published_version": self.published_version, "staleness": self.staleness.state_dict(), "waits": self.waits.state_dict(),
+          "ref_version": 0 if self.reference is None else self.reference.version,
           "accuracy": None if math.isnan(self._accuracy) else self._accuracy,
       }
       published = self.weights.latest(0).moved if held_back else None
-      self.run_state.save(Snapshot(self.step, self.trainer.state, published, arrays, meta), wait=wait)
+      reference = None if self.reference is None else self.reference.state()
+      self.run_state.save(Snapshot(self.step, self.trainer.state, published, arrays, meta, reference), wait=wait)
 
   def resume(self, snapshot: Snapshot) -> None:
     """Goes on from a checkpoint."""
@@ -337,6 +389,8 @@ class Run:
     self.trainer.restore(snapshot.train_state)
     meta = snapshot.meta
     self.exchange.load_state_dict(snapshot.buffer, meta["exchange"], version=self.trainer.version)
+    if self.reference is not None:
+      self._use_reference(self.reference.restore(snapshot.reference, meta["ref_version"]))
     self.totals = Totals(**meta["totals"])
     self.staleness.load_state_dict(meta["staleness"])
     self.waits.load_state_dict(meta["waits"])

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tba_jax.replay.collate import BatchShape, batch_shapes, collate
+from tba_jax.replay.collate import BatchShape, batch_shapes, collate, round_up
 from tba_jax.types import Batch, Draw, TrainState
 
 
@@ -26,6 +26,7 @@ class Prepared:
 
   draw: Draw
   batch: Batch
+  real_token_share: float  # prompt and response tokens / token positions that the step computes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +38,7 @@ class StepReport:
   trained_at: int  # version that the rows were trained at
   staleness: np.ndarray  # int [valid rows]
   num_tokens: int
+  real_token_share: float
   secs: float
 
 
@@ -49,6 +51,9 @@ class Trainer:
     beta_at_update: KL temperature of update u, from 1.
     placement: of a Batch: shardings.
     row_multiple, length_buckets: see `collate`.
+    micro_batches: that the step splits its rows into.
+    pack: put several sequences in a row of the largest bucket. A batch then has one shape, as many rows as responses, and
+      the step must skip the micro-batches that no row is needed in; groups are split over micro-batches.
     max_nonfinite_in_row: after so many skipped updates in a row `finish` raises.
     dump_folder: where the batch of such an update is written.
     frozen: further arguments of the step, which it only reads: the base of adapters.
@@ -63,13 +68,16 @@ class Trainer:
       placement: Batch,
       row_multiple: int,
       length_buckets: Sequence[int],
+      micro_batches: int,
+      pack: bool,
       max_nonfinite_in_row: int,
       dump_folder: str | os.PathLike,
       frozen: tuple[Any, ...] = (),
   ):
     self.state, self._frozen = state, frozen
     self._step, self._beta_at_update, self._placement = step, beta_at_update, placement
-    self._row_multiple, self._length_buckets = row_multiple, tuple(length_buckets)
+    self._row_multiple, self._micro_batches, self._pack = row_multiple, micro_batches, pack
+    self._length_buckets = tuple(length_buckets)[-1:] if pack else tuple(length_buckets)
     self._max_nonfinite_in_row, self._dump_folder = max_nonfinite_in_row, pathlib.Path(dump_folder)
     self.version = int(state.version)
     self.steps = int(state.steps)
@@ -102,8 +110,11 @@ class Trainer:
 
   def prepare(self, draw: Draw) -> Prepared:
     """Host work of a step: rows to arrays, arrays to devices. Goes on beside a step that is under way."""
-    batch = collate(draw, row_multiple=self._row_multiple, length_buckets=self._length_buckets)
-    return Prepared(draw, jax.device_put(batch, self._placement))
+    num_rows = round_up(len(draw.lengths), self._row_multiple) if self._pack else None
+    batch = collate(
+        draw, row_multiple=self._row_multiple, length_buckets=self._length_buckets, pack=self._pack, num_rows=num_rows)
+    share = real_token_share(batch, micro_batches=self._micro_batches, skip_empty=self._pack)
+    return Prepared(draw, jax.device_put(batch, self._placement), share)
 
   def dispatch(self, prepared: Prepared) -> None:
     """Starts the step that trains a batch."""
@@ -135,7 +146,8 @@ class Trainer:
     valid = draw.valid
     return StepReport(
         metrics=metrics, draw=draw, trained_at=trained_at, staleness=(trained_at - draw.versions[valid]).astype(np.int64),
-        num_tokens=int(draw.lengths[valid].sum()), secs=time.monotonic() - began)
+        num_tokens=int(draw.lengths[valid].sum()), real_token_share=prepared.real_token_share,
+        secs=time.monotonic() - began)
 
   def _dump(self, prepared: Prepared) -> pathlib.Path:
     path = self._dump_folder / f"nonfinite_step_{self.steps}.npz"
@@ -146,6 +158,19 @@ class Trainer:
 _PER_TOKEN = {"tokens": np.int32, "positions": np.int32, "segment_ids": np.int32, "sequence_ids": np.int32, "log_mu": np.float32,
               "log_ref": np.float32}
 _PER_RESPONSE = {"rewards": np.float32, "group_ids": np.int32, "valid": np.bool_, "truncated": np.bool_, "weights": np.float32}
+
+
+def real_token_share(batch: Batch, *, micro_batches: int, skip_empty: bool) -> float:
+  """Prompt and response tokens of a batch of numpy arrays / token positions that a step computes for it.
+
+  With `skip_empty` the micro-batches behind the last row that holds tokens are not computed.
+  """
+  real = batch.segment_ids > 0
+  if not skip_empty:
+    return float(real.mean())
+  part_rows = real.shape[0] // micro_batches
+  num_parts = -(-int(real.any(axis=1).nonzero()[0].max(initial=-1) + 1) // part_rows)
+  return float(real.sum()) / max(1, num_parts * part_rows * real.shape[1])
 
 
 def abstract_batch(shape: BatchShape, placement: Batch) -> Batch:
