@@ -78,6 +78,7 @@ def get_config(arg=None):
     config.reference.reset_every_steps = 2
     config.sample.update(
       responses_per_prompt=4, max_prompt_tokens=128, max_new_tokens=32, slots=16, chunk_tokens=8, dtype="float32",
+      cache_dtype="float32",
     )
     config.buffer.update(capacity=1_000)
     config.devices.update(trainer=1, searchers=1, per_searcher=1)  # on CPU: two virtual devices

@@ -17,6 +17,7 @@ from tba_jax import learner, metrics, placement, sharding, supervised
 from tba_jax.checkpoints.huggingface import load_model
 from tba_jax.checkpoints.model_folder import read_model_folder, save_model_folder
 from tba_jax.checkpoints.run_state import RunState
+from tba_jax.config_schema import is_task_file
 from tba_jax.losses.registry import make_loss
 from tba_jax.meters import Timeline
 from tba_jax.models import lora as lora_lib
@@ -50,7 +51,8 @@ def model_config(config: ConfigDict) -> ModelConfig:
     with as_config_error(f"model.path={config.model.path!r}"):
       cfg = read_model_config(config.model.path)
   else:
-    cfg = new_model_config(**config.model.architecture, vocab_size=registry.own_tokenizer(config.task).vocab_size)
+    tokenizer = make_task(config, None).tokenizer if is_task_file(config.task) else registry.own_tokenizer(config.task)
+    cfg = new_model_config(**config.model.architecture, vocab_size=tokenizer.vocab_size)
   lora = lora_settings(config)
   if lora is not None:
     with as_config_error("lora.pattern"):

@@ -16,7 +16,7 @@ import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from tba_jax.config_schema import LINEAR_LAYERS, check_keys, flatten, nearest
+from tba_jax.config_schema import LINEAR_LAYERS, check_keys, flatten, is_task_file, nearest
 
 CONFIG_FILE = "config.json"
 
@@ -313,7 +313,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 def _check_model(c: Mapping[str, Any]) -> Iterator[str]:
   path = c["model.path"]
   if not path:
-    if not _makes_own_data(c):
+    if not _makes_own_data(c) and not is_task_file(c["task"]):
       yield f"model.path='' makes a new model, but task {c['task']!r} has no tokenizer for one; set model.path"
     heads, kv_heads = c["model.architecture.num_heads"], c["model.architecture.num_kv_heads"]
     if heads % kv_heads:
@@ -354,6 +354,13 @@ def _makes_own_data(c: Mapping[str, Any]) -> bool:
 
 def _check_data(c: Mapping[str, Any]) -> Iterator[str]:
   path, task = c["data.path"], c["task"]
+  if is_task_file(task):
+    file = pathlib.Path(task.rpartition(":")[0]).expanduser()
+    if not file.is_file():
+      yield f"task={task!r}: {file} is not a file; give the path of a Python file and the name of a class in it"
+    return
+  if "task_args.reward_model" in c and not c["task_args.reward_model"] and not _makes_own_data(c):
+    yield "task_args.reward_model='' is a stand-in of random weights, for generated prompts alone; give a reward model"
   if _makes_own_data(c):
     if path:
       yield f"data.path={path!r} must be empty for task {task!r}, which makes its own problems; drop it"

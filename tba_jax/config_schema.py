@@ -48,9 +48,19 @@ def _ascend(value: Iterable[Any]) -> bool:
 _LENGTHS = Rule(tuple, lambda value: len(value) > 0 and _ascend(value), "a tuple of ascending integers, as (128,256)")
 _DTYPE = _one_of("float32", "bfloat16")
 
+TASKS = ("arithmetic", "gsm8k", "math", "tldr")
+
+
+def is_task_file(task: str) -> bool:
+  """Whether a task is named by the file that holds its class."""
+  path, colon, name = task.rpartition(":")
+  return bool(colon) and path.endswith(".py") and name.isidentifier()
+
+
 SCHEMA: dict[str, Rule] = {
   "seed": _integer(0, 2**32 - 1),
-  "task": _one_of("arithmetic", "gsm8k", "math"),
+  "task": Rule(str, lambda value: value in TASKS or is_task_file(value),
+               f"one of {', '.join(TASKS)}, or FILE.py:CLASS for a task of your own", TASKS),
   # Folder, .gguf file, Hugging Face name or package:NAME; "": a new model of model.architecture.
   "model.path": _ANY_STRING,
   "data.path": _ANY_STRING,  # folder with train.jsonl and test.jsonl; "": the task's own source
@@ -172,6 +182,12 @@ TASK_ARGS: dict[str, dict[str, Rule]] = {
     "grader_processes": _integer(1),
     "grader_deadline_secs": _number(0, above=True),  # for one answer
   },
+  "tldr": {
+    "num_generated": _integer(0, or_else="0: data.path is read"),
+    "reward_model": _ANY_STRING,  # as model.path; "": a stand-in of random weights, for generated posts
+    "gold_reward_model": _ANY_STRING,  # judges evaluations; "": the reward model does
+    "reward_dtype": _DTYPE,
+  },
 }
 
 
@@ -231,7 +247,11 @@ def _rules(flat: Mapping[str, Any]) -> dict[str, Rule]:
   """The rules for this config: those of every config, of its task, and of a new model if it makes one."""
   rules = dict(SCHEMA)
   task = flat.get("task")
-  if isinstance(task, str):
+  if isinstance(task, str) and is_task_file(task):  # its class says what it takes, when it is made
+    for name, value in flat.items():
+      if name.startswith("task_args."):
+        rules[name] = Rule(type(value), lambda value: True, "")
+  elif isinstance(task, str):
     rules.update({f"task_args.{key}": rule for key, rule in TASK_ARGS.get(task, {}).items()})
   if not flat.get("model.path") or any(name.startswith("model.architecture.") for name in flat):
     rules.update({f"model.architecture.{key}": rule for key, rule in ARCHITECTURE.items()})

@@ -9,7 +9,7 @@ import sys
 import ml_collections
 import pytest
 
-from configs import gsm8k, math as math_config, quickstart
+from configs import gsm8k, math as math_config, quickstart, tldr
 from tba_jax import config as config_lib
 from tba_jax import config_schema
 from tba_jax.config import ConfigError, DeviceCounts, parse_arg, resolve_devices
@@ -31,7 +31,8 @@ SHIPPED = {
   "quickstart": (quickstart, None, 3), "quickstart:smoke": (quickstart, "smoke", 3), "gsm8k": (gsm8k, None, 8),
   "gsm8k on one device": (gsm8k, None, 1), "gsm8k:smollm2": (gsm8k, "smollm2", 2),
   "math": (math_config, None, 8), "math:size=1.5B,lag=10,per_searcher=2": (math_config, "size=1.5B,lag=10,per_searcher=2", 8),
-  "math:smoke": (math_config, "smoke", 2),
+  "math:smoke": (math_config, "smoke", 2), "tldr": (tldr, None, 4), "tldr:size=2.8b": (tldr, "size=2.8b", 8),
+  "tldr:smoke": (tldr, "smoke", 2),
 }
 
 
@@ -102,6 +103,24 @@ def test_math_has_the_settings_of_tba_prime():
   assert flat["sample.max_prompt_tokens"] + flat["sample.max_new_tokens"] == 3072
 
 
+def test_tldr_has_the_papers_settings():
+  flat = config_schema.flatten(tldr.get_config("size=1b"))
+  paper = {
+    "model.path": "mnoukhov/pythia1b-sft-tldr", "task_args.reward_model": "mnoukhov/pythia1b-rm-tldr6.9b", "train.steps": 256,
+    "train.prompts_per_step": 8, "train.responses_per_prompt": 20, "sample.responses_per_prompt": 20,
+    "train.learning_rate": 3e-6, "train.schedule": "linear", "train.warmup_steps": 0, "loss.beta_init": 1.0,
+    "loss.beta_final": 0.05, "sample.temperature": 0.7, "sample.max_prompt_tokens": 512, "sample.max_new_tokens": 128,
+    "buffer.recent_fraction": 0.5, "buffer.priority": "reward", "buffer.priority_temperature": 1.0,
+    "buffer.fill_responses": 10_000, "sync.every_steps": 10, "buffer.capacity_per_prompt": 100,
+  }
+  assert {key: flat[key] for key in paper} == paper
+  with pytest.raises(ConfigError, match="size=7b must be one of 410m, 1b, 2.8b"):
+    tldr.get_config("size=7b")
+  config = tldr.get_config().to_dict()
+  config["task_args"]["reward_model"] = ""
+  assert _problems(config, num_devices=4)[0].startswith("task_args.reward_model='' is a stand-in of random weights")
+
+
 def test_math_needs_data_and_a_known_size():
   config = math_config.get_config()
   assert "data.path='' is missing: task 'math' has no data of its own" in _problems(config, num_devices=8)[0]
@@ -114,6 +133,14 @@ def test_a_reference_that_adapters_are_merged_with_does_not_move():
   assert list(_problems(config)) == [
     "reference.reset_every_steps=50 must be 0 with lora.pattern='layers/attn/[qv]': searchers merge the adapters with the "
     "reference, so it stays the base; set it to 0, or lora.pattern='' to train everything"]
+
+
+def test_a_task_file_is_looked_for_and_its_arguments_are_its_own(tmp_path):
+  (tmp_path / "mine.py").write_text("")
+  args = {"task": f"{tmp_path}/mine.py:Mine", "task_args": {"numbers": 3, "name": "x"}}
+  config_lib.validate(_quickstart(**args), num_devices=3, platform="cpu")
+  assert _problems(_quickstart(**args | {"task": "absent.py:Mine"})) == (
+    "task='absent.py:Mine': absent.py is not a file; give the path of a Python file and the name of a class in it",)
 
 
 def test_choices_are_those_of_the_parts_that_take_them():
@@ -192,7 +219,7 @@ def test_adapters_of_the_attention():
    "train.schedule='cosin' must be one of constant, linear, cosine, wsd; did you mean cosine?"),
   ("sample.truncated", "drop", "sample.truncated='drop' must be one of score, zero, mask"),
   ("train.param_dtype", "bfloat16", "train.param_dtype='bfloat16' must be float32"),
-  ("task", "gsm8", "task='gsm8' must be one of arithmetic, gsm8k, math; did you mean gsm8k?"),
+  ("task", "gsm8", "task='gsm8' must be one of arithmetic, gsm8k, math, tldr, or FILE.py:CLASS for a task of your own; did you mean gsm8k?"),
 ])
 def test_wrong_value_of_one_key(name, value, line):
   assert line in _problems(_quickstart(**{name: value}))

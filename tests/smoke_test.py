@@ -14,7 +14,7 @@ REPO = pathlib.Path(__file__).resolve().parent.parent
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["quickstart:smoke", "math:smoke"])
+@pytest.mark.parametrize("name", ["quickstart:smoke", "math:smoke", "tldr:smoke"])
 def test_smoke(name, tmp_path):
   config, _, arg = name.partition(":")
   command = [sys.executable, "-m", "tba_jax.main", f"--config=configs/{config}.py:{arg}", f"--workdir={tmp_path / 'run'}"]

@@ -38,7 +38,7 @@ def _searcher(reward, truncated):
     seed=0, num_samples=4, temperature=1.0, max_new_tokens=3, truncated=truncated, length_buckets=(8,)
   )
   return Searcher(
-    index=0, engine=None, slots=4, score=None, reference=None, ref_version=0, prompts=[PROMPT], reward=reward,
+    index=0, engine=None, eval_engine=None, slots=4, score=None, reference=None, ref_version=0, prompts=[PROMPT], reward=reward,
     eval_reward=reward, response_text=lambda tokens: "".join(map(str, tokens)), settings=settings, span=None,
   )
 

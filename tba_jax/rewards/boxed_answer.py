@@ -1,4 +1,4 @@
-"""Grades a response by what it puts in its last \\boxed{...}, as the MATH data set writes its answers (arXiv:2103.03874).
+"""Grades a response by what it puts in its last \\boxed{...}, as MATH writes its answers (arXiv:2103.03874).
 
 Equal strings are equal answers; everything else is decided by math-verify in the processes of a `math_pool`.
 """

@@ -1,7 +1,7 @@
-"""Grades mathematical answers in processes that can be killed: math-verify and sympy may run for ever on what a model writes.
+"""Grades mathematical answers in processes that can be killed: sympy may run for ever on what a model writes.
 
-Usable from any thread (math-verify by itself is not: its time limits are signals). An answer that cannot be graded is an
-error of its own kind, counted, and never called wrong. No accelerator is touched: a worker has no jax.
+Usable from any thread (math-verify by itself is not: its time limits are signals). An answer that cannot be graded is
+an error of its own kind, counted, and never called wrong. No accelerator is touched: a worker has no jax.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _START_SECS = 120.0  # importing sympy takes one; on a machine that is short of 
 
 
 class Verdict(NamedTuple):
-  """Whether an answer equals the gold one; `error` says why that could not be found out ("timeout", "memory", "crash", ...)."""
+  """Whether an answer equals the gold one; or the `error`: "timeout", "memory", "crash", or what raised."""
 
   right: bool
   error: str = ""
@@ -50,7 +50,8 @@ class _Worker:
   def __init__(self, memory_bytes: int, last_resort_secs: float):
     self.process = subprocess.Popen(
       [sys.executable, "-P", str(_WORKER), str(memory_bytes), str(last_resort_secs)],
-      stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env={**os.environ, **_HIDE_ACCELERATORS},
+      stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+      env={**os.environ, **_HIDE_ACCELERATORS},
       start_new_session=True,  # Ctrl-C is for the run, which may still have answers to grade
     )  # fmt: skip
     self._first_reply: dict | None = None

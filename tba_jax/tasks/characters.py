@@ -21,7 +21,7 @@ _CHAT = (
 
 @functools.cache
 def make_character_tokenizer() -> Tokenizer:
-  """Ids for SPECIAL and each of CHARACTERS; anything else is unknown. Its chats have one token per role before the text."""
+  """Ids for SPECIAL and each of CHARACTERS, all else is unknown. Its chats have a token for the role before a text."""
   vocab = {token: index for index, token in enumerate((*SPECIAL, *CHARACTERS))}
   backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token=UNKNOWN))
   backend.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")

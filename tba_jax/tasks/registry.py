@@ -1,22 +1,31 @@
-"""Tasks by name, as configs and commands name them."""
+"""Tasks by name, as configs and commands name them: those of this package, and classes in files of the user's own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+import importlib.util
+import inspect
+import pathlib
+import sys
+import traceback
 from typing import Any
+
+from tba_jax.config_schema import is_task_file
 
 from tba_jax.tasks.arithmetic import ArithmeticTask, make_arithmetic_tokenizer
 from tba_jax.tasks.base import Task, TaskSettings
 from tba_jax.tasks.characters import make_character_tokenizer
 from tba_jax.tasks.gsm8k import Gsm8kTask
 from tba_jax.tasks.math import MathTask
+from tba_jax.tasks.tldr import TldrTask
 from tba_jax.tokenizer import Tokenizer
 
 
 def _arithmetic(tokenizer: Tokenizer | None, settings: TaskSettings, **task_args: Any) -> Task:
   del tokenizer  # it has its own
   return ArithmeticTask(
-    seed=settings.seed, num_eval_prompts=settings.num_eval_prompts, num_sft_examples=settings.num_sft_examples, **task_args
+    seed=settings.seed, num_eval_prompts=settings.num_eval_prompts, num_sft_examples=settings.num_sft_examples,
+    **task_args,
   )
 
 
@@ -28,11 +37,19 @@ def _gsm8k(tokenizer: Tokenizer | None, settings: TaskSettings, **task_args: Any
 
 def _math(tokenizer: Tokenizer | None, settings: TaskSettings, **task_args: Any) -> Task:
   return MathTask(
-    tokenizer, max_prompt_tokens=settings.max_prompt_tokens, jsonl_folder=settings.data_path, seed=settings.seed, **task_args
+    tokenizer, max_prompt_tokens=settings.max_prompt_tokens, jsonl_folder=settings.data_path, seed=settings.seed,
+    **task_args,
   )
 
 
-TASKS: dict[str, Callable[..., Task]] = {"arithmetic": _arithmetic, "gsm8k": _gsm8k, "math": _math}
+def _tldr(tokenizer: Tokenizer | None, settings: TaskSettings, **task_args: Any) -> Task:
+  return TldrTask(
+    tokenizer, max_prompt_tokens=settings.max_prompt_tokens, jsonl_folder=settings.data_path, seed=settings.seed,
+    **task_args,
+  )
+
+
+TASKS: dict[str, Callable[..., Task]] = {"arithmetic": _arithmetic, "gsm8k": _gsm8k, "math": _math, "tldr": _tldr}
 
 
 def own_tokenizer(name: str) -> Tokenizer:
@@ -44,15 +61,77 @@ def make_task(name: str, tokenizer: Tokenizer | None, settings: TaskSettings, ta
   """The task of a name.
 
   Args:
-    name: a key of TASKS.
+    name: a key of TASKS; or FILE.py:CLASS, called CLASS(tokenizer, settings, **task_args).
     tokenizer: of the model; None: a new model is made, and the task brings a tokenizer.
     task_args: what the task takes beside the settings.
-  Raises: ValueError for missing or malformed data, or a prompt over the limit.
+  Raises: ValueError for a class that cannot be had or lacks something, for missing or malformed data, or a prompt over
+    the limit.
   """
-  task = TASKS[name](tokenizer, settings, **task_args)
-  longest = max(len(prompt.tokens) for prompt in (*task.train_prompts(), *task.eval_prompts()))
+  task = _make_from_file(name, tokenizer, settings, task_args) if is_task_file(name) else TASKS[name](
+    tokenizer, settings, **task_args
+  )
+  prompts = {"train_prompts": task.train_prompts(), "eval_prompts": task.eval_prompts()}
+  for method, found in prompts.items():
+    if not found:
+      raise ValueError(f"{method}() of {name} gives no prompts; at least one is needed.")
+  longest = max(len(prompt.tokens) for found in prompts.values() for prompt in found)
   if longest > settings.max_prompt_tokens:
     raise ValueError(
-      f"sample.max_prompt_tokens={settings.max_prompt_tokens} is less than the longest prompt of {name}; raise it to {longest}"
+      f"sample.max_prompt_tokens={settings.max_prompt_tokens} is less than the longest prompt of {name}; raise it to "
+      f"{longest}"
     )
   return task
+
+
+_NEEDED = ("name", "tokenizer", "train_prompts", "eval_prompts", "reward", "response_text")
+
+
+def _make_from_file(
+  spec: str, tokenizer: Tokenizer | None, settings: TaskSettings, task_args: Mapping[str, Any]
+) -> Task:
+  cls = load_class(spec)
+  try:
+    inspect.signature(cls).bind(tokenizer, settings, **task_args)
+  except TypeError as error:
+    args = ", ".join(["tokenizer", "settings", *(f"{key}=..." for key in task_args)])
+    raise ValueError(
+      f"{spec} cannot be called with ({args}): {error}; it takes "
+      f"{inspect.signature(cls)}. Change the class, or task_args in the config."
+    ) from error
+  task = cls(tokenizer, settings, **task_args)
+  missing = [name for name in _NEEDED if not hasattr(task, name)]
+  if missing:
+    raise ValueError(
+      f"{spec} has no {', '.join(missing)}; a task needs all of {', '.join(_NEEDED)} (tba_jax/tasks/base.py)."
+    )
+  if task.tokenizer is None:
+    raise ValueError(f"{spec} has no tokenizer of its own for a new model; set model.path, or let the class make one.")
+  return task
+
+
+def load_class(spec: str) -> Callable[..., Any]:
+  """The class of FILE.py:CLASS. The file is run: it is the user's own, named by the config.
+
+  Raises: ValueError if there is no such file or class, or if the file raises, with the line.
+  """
+  path, _, name = spec.rpartition(":")
+  file = pathlib.Path(path).expanduser().resolve()
+  if not file.is_file():
+    raise ValueError(
+      f"{path} is not a file; give the path of a Python file and the name of a class in it, as my_task.py:MyTask."
+    )
+  module_name = f"tba_jax_task_{file.stem}"
+  found = importlib.util.spec_from_file_location(module_name, file)
+  module = importlib.util.module_from_spec(found)
+  sys.modules[module_name] = module  # dataclasses look their module up
+  try:
+    found.loader.exec_module(module)
+  except Exception as error:  # of the user's file, whatever it is
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+    where = f" line {lines[-1]}" if lines else ""
+    raise ValueError(f"{path}{where} raises {type(error).__name__}: {error}; correct the file.") from error
+  if not hasattr(module, name):
+    own = [value for value in vars(module).values() if isinstance(value, type) and value.__module__ == module_name]
+    classes = sorted(value.__name__ for value in own)
+    raise ValueError(f"{path} has no class {name}; it has {', '.join(classes) or 'none'}.")
+  return getattr(module, name)

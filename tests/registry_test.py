@@ -1,0 +1,72 @@
+"""Tasks by name and by file: the page that explains them, run as it stands, and what mistakes in a file say."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+
+import pytest
+
+from tba_jax import config_schema
+from tba_jax.tasks import registry
+from tba_jax.tasks.base import SupervisedTask, TaskSettings
+from tests.tiny_tokenizers import chat_tokenizer
+
+PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "add_a_task.md"
+SETTINGS = TaskSettings(seed=0, data_path="", max_prompt_tokens=24, num_eval_prompts=16, num_sft_examples=8)
+
+
+@pytest.fixture
+def countdown(tmp_path):
+  code = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[0]
+  (tmp_path / "countdown.py").write_text(code)
+  return f"{tmp_path}/countdown.py:Countdown"
+
+
+def test_the_page_builds_countdown(countdown):
+  task = registry.make_task(countdown, None, SETTINGS, {"largest": 5, "num_train_prompts": 20})
+  assert isinstance(task, SupervisedTask) and (len(task.train_prompts()), len(task.eval_prompts())) == (20, 16)
+  assert not {p.text for p in task.train_prompts()} & {p.text for p in task.eval_prompts()}
+  for prompt, (tokens, response) in zip(task.train_prompts(), task.sft_examples()):
+    assert tokens == prompt.tokens.tolist()
+    text = task.response_text(response)
+    assert task.reward(prompt, text, truncated=False) == 1
+    assert task.reward(prompt, f" ( {text} ) ", truncated=False) == 1
+    for wrong in (f"{text}+1", text[1:], "", "2", f"{text};1", f"f({text})", "9**9**9", f"-({text})", "__import__('os')"):
+      assert task.reward(prompt, wrong, truncated=False) == 0
+  again = registry.make_task(countdown, chat_tokenizer(), SETTINGS, {})
+  assert len(again.train_prompts()) == 512
+
+
+@pytest.mark.parametrize("code, args, line", [
+  ("x = 1\ny = 1 / 0\n", {}, r"mine.py line 2 raises ZeroDivisionError: division by zero; correct the file"),
+  ("import absent_package", {}, "line 1 raises ModuleNotFoundError: No module named 'absent_package'"),
+  ("class Other:\n  pass\nclass Mine2:\n  pass", {}, "has no class Mine; it has Mine2, Other"),
+  ("class Mine:\n  def __init__(self, tokenizer, settings, *, a=1): pass", {"b": 2},
+   r"cannot be called with \(tokenizer, settings, b=...\): got an unexpected keyword argument 'b'; it takes \(tokenizer, "
+   r"settings, \*, a=1\)"),
+  ("class Mine:\n  def __init__(self, tokenizer, settings): pass\n  name = 'm'\n  tokenizer = 0", {},
+   "has no train_prompts, eval_prompts, reward, response_text; a task needs all of name, tokenizer,"),
+  ("class Mine:\n  def __init__(self, tokenizer, settings): pass\n  name = 'm'\n  tokenizer = None\n"
+   "  train_prompts = eval_prompts = reward = response_text = lambda self: []", {}, "has no tokenizer of its own for a new model"),
+  ("class Mine:\n  def __init__(self, tokenizer, settings): pass\n  name = 'm'\n  tokenizer = 0\n"
+   "  train_prompts = eval_prompts = reward = response_text = lambda self: []", {}, r"train_prompts\(\) of .* gives no prompts"),
+])  # fmt: skip
+def test_mistakes_in_a_file(tmp_path, code, args, line):
+  (tmp_path / "mine.py").write_text(code)
+  with pytest.raises(ValueError, match=line):
+    registry.make_task(f"{tmp_path}/mine.py:Mine", None, SETTINGS, args)
+
+
+def test_a_file_that_is_not_there():
+  with pytest.raises(ValueError, match="absent.py is not a file; give the path of a Python file and the name of a class"):
+    registry.load_class("absent.py:Mine")
+
+
+def test_prompts_over_the_limit_are_refused():
+  with pytest.raises(ValueError, match="sample.max_prompt_tokens=5 is less than the longest prompt of arithmetic; raise it to "):
+    registry.make_task("arithmetic", None, TaskSettings(0, "", 5, 4, 4), {"num_train_prompts": 4})
+
+
+def test_every_name_is_known_everywhere():
+  assert set(registry.TASKS) == set(config_schema.TASKS) == set(config_schema.TASK_ARGS)
