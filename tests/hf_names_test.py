@@ -43,7 +43,9 @@ def test_every_tensor_has_one_place_and_comes_back_exactly(case):
         leaf = leaf[key]
       leaves.append(np.asarray(leaf if entry.layer is None else leaf[entry.layer]))
       assert leaves[-1].shape == entry.transform.tree_shape
-    np.testing.assert_array_equal(hf_names.to_huggingface_tensor(entries, leaves), tensors[name])
+    tensor = hf_names.to_huggingface_tensor(entries, leaves)
+    np.testing.assert_array_equal(tensor, tensors[name])
+    assert tensor.flags.c_contiguous, name  # safetensors writes the bytes as they lie
   assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))  # the tree starts as NaN
 
 

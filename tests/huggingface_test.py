@@ -202,6 +202,40 @@ def test_known_buffers_are_skipped(tmp_path: pathlib.Path):
   assert equal_bits(load_model(tmp_path / "model", dtype=jnp.float32)[1], params)
 
 
+def test_buffers_that_are_no_floats_are_skipped_but_no_such_parameter_is(tmp_path: pathlib.Path):
+  cfg = dataclasses.replace(variants.from_huggingface(dict(
+    model_type="gpt_neox", vocab_size=320, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+    intermediate_size=48,
+  )), vocab_size=320)
+  params = transformer.init_params(cfg, jax.random.key(0))
+  save_model(tmp_path / "neox", cfg, params, tiny_tokenizers.chat_tokenizer())
+  mask = np.tril(np.ones((1, 1, 8, 8), bool))
+  edit_tensors(tmp_path / "neox", lambda t: t.update({"gpt_neox.layers.0.attention.bias": mask}))
+  assert equal_bits(load_model(tmp_path / "neox", dtype=jnp.float32)[1], params)
+  edit_tensors(tmp_path / "neox", lambda t: t.update({"embed_out.weight": np.ones((320, 32), bool)}))
+  with pytest.raises(ValueError, match="tensor embed_out.weight is of type BOOL; supported are F32, F16, BF16"):
+    load_model(tmp_path / "neox", dtype=jnp.float32)
+
+
+def test_random_damage_never_gives_another_error(tmp_path: pathlib.Path):
+  saved(tmp_path / "model")
+  rng, outcomes = np.random.default_rng(0), set()
+  for name, reach in (("model.safetensors", 2_000), ("config.json", None)):
+    path = tmp_path / "model" / name
+    data = path.read_bytes()
+    for at in rng.integers(0, reach or len(data), 40):  # names, shapes, offsets; damaged weights look like others
+      damaged = bytearray(data)
+      damaged[at] ^= 1 << rng.integers(8)
+      path.write_bytes(bytes(damaged))
+      try:
+        load_model(tmp_path / "model", dtype=jnp.float32)
+        outcomes.add((name, "loaded"))
+      except ValueError:
+        outcomes.add((name, "refused"))
+    path.write_bytes(data)
+  assert ("model.safetensors", "refused") in outcomes and ("config.json", "refused") in outcomes
+
+
 DOWN = "model.layers.1.mlp.down_proj.weight"
 
 
@@ -312,6 +346,7 @@ def _listed_elsewhere(folder: pathlib.Path) -> None:
     (lambda d: _shard(d, 1).unlink(), "names 'model-00002-of-00005.safetensors', which is not a file of"),
     (lambda d: _cut(_shard(d, 2)), "model-00003-of-00005.safetensors is cut or damaged"),
     (lambda d: edit_json(d / "model.safetensors.index.json", weight_map=None), "has no weight_map"),
+    (lambda d: edit_json(d / "model.safetensors.index.json", weight_map={"x": 3}), "no weight_map of tensors to files"),
     (
       lambda d: edit_json(d / "model.safetensors.index.json", weight_map={"x": "../other.safetensors"}),
       "names '../other.safetensors', which is not a file of",

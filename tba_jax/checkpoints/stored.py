@@ -58,10 +58,10 @@ def open_safetensors(folder: pathlib.Path) -> dict[str, StoredTensor]:
     return _open_file(single)
   if not index.is_file():
     raise ValueError(_no_weights(folder))
-  weight_map = read_json(index)
-  if not isinstance(weight_map.setdefault("weight_map", None), dict):
-    raise ValueError(f"{index} has no weight_map; copy or download it again.")
-  weight_map = weight_map["weight_map"]
+  found = read_json(index)
+  weight_map = found["weight_map"] if "weight_map" in found else None
+  if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+    raise ValueError(f"{index} has no weight_map of tensors to files; copy or download it again.")
   tensors: dict[str, StoredTensor] = {}
   for name in sorted(set(weight_map.values())):
     if pathlib.PurePath(name).name != name or not (folder / name).is_file():

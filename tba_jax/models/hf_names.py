@@ -64,8 +64,8 @@ class HfTensor:
 
 
 def to_huggingface_tensor(entries: Sequence[HfTensor], leaves: Sequence[np.ndarray]) -> np.ndarray:
-  """The tensor that entries of one hf_name were read from: the inverse of `Transform.to_tree`. leaves[i] belongs to
-  entries[i].
+  """The tensor that entries of one hf_name were read from, contiguous: the inverse of `Transform.to_tree`. leaves[i]
+  belongs to entries[i].
   """
   transform = entries[0].transform
   assert len({entry.hf_name for entry in entries}) == 1
@@ -76,7 +76,9 @@ def to_huggingface_tensor(entries: Sequence[HfTensor], leaves: Sequence[np.ndarr
   axis, _, count = transform.part
   order = [entry.transform.part[1] for entry in entries]
   assert sorted(order) == list(range(count)), entries
-  return np.stack([parts[order.index(i)] for i in range(count)], axis=axis).reshape(transform.hf_shape)
+  stacked = np.stack([parts[order.index(i)] for i in range(count)], axis=axis)
+  # Contiguous, for safetensors writes an array's bytes as they lie, and a stack of transposed parts is not in order.
+  return np.ascontiguousarray(stacked).reshape(transform.hf_shape)
 
 
 # Pattern of the HF name ({i} is the layer), our path, transform. Leaves that a model lacks (biases, a tied head) are
