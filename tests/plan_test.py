@@ -166,7 +166,7 @@ def test_lanes_and_recomputation_of_a_searcher():
 
 
 PART = programs.Part(
-  residents=(programs.Resident("weights", 300), programs.Resident("prefilled prompts", 1)),
+  devices=(), residents=(programs.Resident("weights", 300), programs.Resident("prefilled prompts", 1)),
   programs=tuple(programs.Program(name, None, num) for name, num in (("decode", 3), ("score", 1), ("prefill", 2))),
   published_bytes=300)
 

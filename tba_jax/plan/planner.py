@@ -152,7 +152,7 @@ def _parts(
 def _compile_all(
   config: ConfigDict, cfg: ModelConfig, place: topology.Slice, found: Sequence[DeviceCounts], cache: pathlib.Path
 ) -> dict[tuple[str, int], tuple[Compiled, ...]]:
-  """What the compiler says, by ("trainer" or "searcher", number of devices); where they lie changes nothing."""
+  """What the compiler says, by ("trainer" or "searcher", number of devices); where they lie matters little."""
   wanted: dict[tuple[str, int], programs.Part] = {}
   for counts in found:
     trainer, searcher = _parts(config, cfg, place, counts)
@@ -165,7 +165,7 @@ def _compile_all(
     compiled = []
     for program in part.programs:
       bar.update(done, f"{program.name} of a {role} of {size}")
-      compiled.append(compile_program(program, target=f"{place.name} {role} of {size}", cache=cache))
+      compiled.append(compile_program(program, target=topology.describe(place.chip, part.devices), cache=cache))
       done += 1
     results[role, size] = tuple(compiled)
   bar.update(done, "done")

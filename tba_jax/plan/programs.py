@@ -53,6 +53,7 @@ class Program:
 class Part:
   """A trainer or a searcher: what it keeps, what it runs, and the size of what is published to it (or by it)."""
 
+  devices: tuple[jax.Device, ...]
   residents: tuple[Resident, ...]
   programs: tuple[Program, ...]
   published_bytes: int  # on each of its devices
@@ -95,7 +96,7 @@ def trainer_part(config: ConfigDict, cfg: ModelConfig, devices: Sequence[jax.Dev
     residents.append(Resident("reference", _bytes(copy)))
   if config.reference.ema_decay:
     residents.append(Resident("average for the reference", _bytes(state.params)))
-  return Part(tuple(residents), tuple(programs), _bytes(published))
+  return Part(tuple(devices), tuple(residents), tuple(programs), _bytes(published))
 
 
 def largest_batch(config: ConfigDict, num_devices: int) -> BatchShape:
@@ -179,7 +180,7 @@ def searcher_part(config: ConfigDict, cfg: ModelConfig, devices: Sequence[jax.De
   moved = weights if lora is None else lora_lib.abstract_adapters(cfg, settings=lora)
   if lora is not None:
     moved = _put(moved, everywhere if one else sharding.param_shardings(moved, place.mesh))
-  return Part(tuple(residents), tuple(programs), _bytes(moved))
+  return Part(tuple(devices), tuple(residents), tuple(programs), _bytes(moved))
 
 
 def engine_shapes(config: ConfigDict, *, lane_samples: int | None = None) -> Shapes:

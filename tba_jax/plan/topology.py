@@ -55,6 +55,15 @@ def require_compiler(name: str) -> None:
     raise ValueError(f"--topology={name} needs libtpu, the TPU compiler, which is not installed; {_INSTALL}")
 
 
+def describe(chip: str, devices: Sequence[Any]) -> str:
+  """Kind and places of devices within a slice, from the first one on: programs for equal ones are the same."""
+  if chip == "cpu":
+    return f"cpu {len(devices)}"
+  first = devices[0].coords
+  places = ((*(a - b for a, b in zip(each.coords, first, strict=True)), each.core_on_chip) for each in devices)
+  return f"{chip} {list(places)}"
+
+
 def open_slice(name: str) -> Slice:
   """The devices of a topology. Call `prepare_environment` before jax is imported.
 
