@@ -22,8 +22,8 @@ class Workload:
   """What a run does, by its config, and how long its texts are on average (an assumption of the plan).
 
   `step_tokens`: padded length of the rows of a typical step; with `packing` several sequences share one. `kv_length`:
-  entries of the cache that a typical chunk reads. `every_steps`: publishes. `bounded`: flow control lets searchers get only so far ahead. `reuses`: a response
-  may be trained on more than once, so the trainer never waits for fresh ones.
+  entries of the cache that a typical chunk reads. `every_steps`: publishes. `bounded`: flow control lets searchers get
+  only so far ahead. `reuses`: a response may be trained on more than once, so the trainer never waits for fresh ones.
   """
 
   prompts_per_step: int

@@ -120,7 +120,8 @@ def micro_batches_in_use(config: ConfigDict, num_devices: int, mean_tokens: floa
     return train.micro_batches
   (shape,) = all_batches(config, num_devices)
   part_tokens = shape.num_rows // train.micro_batches * shape.row_tokens
-  return min(train.micro_batches, math.ceil(train.prompts_per_step * train.responses_per_prompt * mean_tokens / part_tokens))
+  num_tokens = train.prompts_per_step * train.responses_per_prompt * mean_tokens
+  return min(train.micro_batches, math.ceil(num_tokens / part_tokens))
 
 
 def searcher_part(config: ConfigDict, cfg: ModelConfig, devices: Sequence[jax.Device]) -> Part:
