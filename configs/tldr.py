@@ -1,24 +1,25 @@
 """TL;DR summaries with Pythia, the settings of the paper.
 
-Source: Bartoldson et al. 2025, arXiv:2503.18929, Table 3 and appendix B.2. Expected, by the paper's Table 1 for 410M (625
-steps): win rate 0.86 by the gold reward model against the human summaries, perplexity 1.13 under the reference; not
-measured with this code. Time by the paper: about half an hour (0.5 hours) for 256 steps on 4 A100.
+Source: Bartoldson et al. 2025, arXiv:2503.18929, Table 3 and appendix B.2. Expected, by the paper's Table 1 for 410M
+(625 steps): win rate 0.86 by the gold reward model against the human summaries, perplexity 1.13 under the reference;
+not measured with this code, nor is the time: the paper gives none for 256 steps on 4 A100, we guess 0.5 hours.
 
   python -m tba_jax.main --config=configs/tldr.py --config.data.path=DIR --workdir=runs/tldr
 
 DIR holds train.jsonl and test.jsonl: one object with "subreddit", "title", "post" (or "instruction") and "summary" (or
-"gold_response") a line. Argument: size=410m, 1b or 2.8b. The gold model has 6.9B parameters and judges evaluations alone;
---config.task_args.gold_reward_model= (nothing) lets the reward model itself do that.
+"gold_response") a line. Argument: size=410m, 1b or 2.8b. The gold model has 6.9B parameters and judges evaluations
+alone; --config.task_args.gold_reward_model= (nothing) lets the reward model itself do that.
 
 `--config=configs/tldr.py:smoke` runs the same parts on posts that it makes itself, with new models of a token per
 character, in about a minute (0.02 hours) on 2 CPU cores. The reward model is one of random weights unless
 --config.task_args.reward_model=DIR gives one, as this makes, without any download, in a few minutes:
 
   python -m experiments.train_reward_model --out=runs/reward_model
-  python -m tba_jax.main --config=configs/tldr.py:smoke --config.task_args.reward_model=runs/reward_model --workdir=runs/tldr_smoke
+  python -m tba_jax.main --config=configs/tldr.py:smoke --workdir=runs/tldr_smoke \
+    --config.task_args.reward_model=runs/reward_model
 
-Differs from TBA: beta falls evenly from 1 to 0.05 over 32 steps; the code's falls to 0.78 by step 31 and then jumps. The
-loss is times beta / 2 (so that rates mean the same at every beta).
+Differs from TBA: beta falls evenly from 1 to 0.05 over 32 steps; the code's falls to 0.78 by step 31 and then jumps.
+The loss is times beta / 2 (so that rates mean the same at every beta).
 """
 
 from ml_collections import ConfigDict
@@ -49,7 +50,8 @@ def get_config(arg=None):
     steps=256, prompts_per_step=8, responses_per_prompt=20,
     optimizer="adamw", learning_rate=3e-6, schedule="linear", warmup_steps=0, stable_steps=0, decay_steps=256,
     clip_norm=1.0, weight_decay=0.0, b1=0.9, b2=0.999, eps=1e-8,
-    micro_batches=SIZES[arg.size], packing=False, remat="full", head_chunk_tokens=2048, length_buckets=(256, 384, 512, 640),
+    micro_batches=SIZES[arg.size], packing=False, remat="full", head_chunk_tokens=2048,
+    length_buckets=(256, 384, 512, 640),
     param_dtype="float32", compute_dtype="bfloat16", max_nonfinite_in_row=3,
   )
   config.sample = dict(

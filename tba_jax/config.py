@@ -174,6 +174,8 @@ def _check_optimizer(c: Mapping[str, Any]) -> Iterator[str]:
 
 def _check_fine_tuning(c: Mapping[str, Any]) -> Iterator[str]:
   steps, warmup = c["sft.steps"], c["sft.warmup_steps"]
+  if not steps and not c["train.steps"]:
+    yield "train.steps=0 leaves nothing to do with sft.steps=0; raise one of them"
   if steps and warmup >= steps:
     yield f"sft.warmup_steps={warmup} must be less than sft.steps={steps}, which end in a decay; lower sft.warmup_steps"
 

@@ -77,7 +77,7 @@ SCHEMA: dict[str, Rule] = {
   "sft.warmup_steps": _integer(0),
   "sft.num_examples": _integer(1),
   # Optimizer steps of TBA. A step draws prompts_per_step x responses_per_prompt (K) rows.
-  "train.steps": _integer(1),
+  "train.steps": _integer(0, or_else="0: fine-tuning alone"),
   "train.prompts_per_step": _integer(1),
   "train.responses_per_prompt": _integer(1),
   "train.learning_rate": _number(0, above=True),

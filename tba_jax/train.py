@@ -109,7 +109,7 @@ def _run(config: ConfigDict, folder: pathlib.Path, stop: StopFlag, stack: contex
     metrics.write_results(folder, results)
     progress.close()
     print(metrics.results_table(results), end="", flush=True)
-    if not results["logprob_tokens_compared"]:
+    if config.train.steps and not results["logprob_tokens_compared"]:
       say("error: not one group could be compared with the trainer's log-probabilities: none was sampled by weights of one version "
            "that were still at hand; set sample.in_flight=False or sync.every_steps higher")
       return FAULT
@@ -156,9 +156,11 @@ def _compile(the_run: Run) -> None:
     searcher.give(the_run.weights.latest(searcher.index))
     searcher.warmup()
   num_responses = the_run.settings.groups_per_step * the_run.settings.responses_per_prompt
-  the_run.trainer.compile(num_responses, lambda done, of: bar.update(len(searchers), f"train step, shape {min(done + 1, of)} of {of}"))
-  if the_run.reference is not None:
-    the_run.reference.compile()
+  if the_run.settings.steps:  # else there is fine-tuning alone, which is over
+    shapes = lambda done, of: bar.update(len(searchers), f"train step, shape {min(done + 1, of)} of {of}")
+    the_run.trainer.compile(num_responses, shapes)
+    if the_run.reference is not None:
+      the_run.reference.compile()
   bar.update(len(searchers) + 1, "done")
   bar.close()
   num_programs = sum(searcher.num_compiled for searcher in searchers)

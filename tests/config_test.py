@@ -9,7 +9,7 @@ import sys
 import ml_collections
 import pytest
 
-from configs import gsm8k, math as math_config, quickstart, tldr
+from configs import gsm8k, math as math_config, quickstart, sft_gsm8k, tldr
 from tba_jax import config as config_lib
 from tba_jax import config_schema
 from tba_jax.config import ConfigError, DeviceCounts, parse_arg, resolve_devices
@@ -32,7 +32,7 @@ SHIPPED = {
   "gsm8k on one device": (gsm8k, None, 1), "gsm8k:smollm2": (gsm8k, "smollm2", 2),
   "math": (math_config, None, 8), "math:size=1.5B,lag=10,per_searcher=2": (math_config, "size=1.5B,lag=10,per_searcher=2", 8),
   "math:smoke": (math_config, "smoke", 2), "tldr": (tldr, None, 4), "tldr:size=2.8b": (tldr, "size=2.8b", 8),
-  "tldr:smoke": (tldr, "smoke", 2),
+  "tldr:smoke": (tldr, "smoke", 2), "sft_gsm8k": (sft_gsm8k, None, 8), "sft_gsm8k:smoke": (sft_gsm8k, "smoke", 2),
 }
 
 
@@ -135,6 +135,12 @@ def test_a_reference_that_adapters_are_merged_with_does_not_move():
     "reference, so it stays the base; set it to 0, or lora.pattern='' to train everything"]
 
 
+def test_a_run_without_steps_must_fine_tune():
+  config_lib.validate(_quickstart(train__steps=0), num_devices=3, platform="cpu")
+  assert _problems(_quickstart(train__steps=0, sft__steps=0)) == (
+    "train.steps=0 leaves nothing to do with sft.steps=0; raise one of them",)
+
+
 def test_a_task_file_is_looked_for_and_its_arguments_are_its_own(tmp_path):
   (tmp_path / "mine.py").write_text("")
   args = {"task": f"{tmp_path}/mine.py:Mine", "task_args": {"numbers": 3, "name": "x"}}
@@ -192,10 +198,11 @@ def test_adapters_of_the_attention():
 
 
 @pytest.mark.parametrize("name, value, line", [
-  ("train.steps", 0, "train.steps=0 must be an integer of at least 1"),
-  ("train.steps", 3.0, "train.steps=3.0 must be an integer of at least 1"),
-  ("train.steps", True, "train.steps=True must be an integer of at least 1"),
-  ("train.steps", "3", "train.steps='3' must be an integer of at least 1"),
+  ("train.steps", -1, "train.steps=-1 must be an integer of at least 0 (0: fine-tuning alone)"),
+  ("train.prompts_per_step", 0, "train.prompts_per_step=0 must be an integer of at least 1"),
+  ("train.prompts_per_step", 3.0, "train.prompts_per_step=3.0 must be an integer of at least 1"),
+  ("train.prompts_per_step", True, "train.prompts_per_step=True must be an integer of at least 1"),
+  ("train.prompts_per_step", "3", "train.prompts_per_step='3' must be an integer of at least 1"),
   ("seed", 2**32, "seed=4294967296 must be an integer from 0 to 4294967295"),
   ("buffer.max_uses", -1, "buffer.max_uses=-1 must be an integer of at least 0 (0: no limit)"),
   ("buffer.max_staleness", -2, "buffer.max_staleness=-2 must be an integer of at least -1 (-1: no limit)"),

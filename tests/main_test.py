@@ -52,7 +52,7 @@ QUICKSTART, WORKDIR = "--config=configs/quickstart.py", "--workdir=never_made"
     "--config.buffer.dedup=maybe", "--config.sample.slotz", "4"],
    ["--config.train.stepz is not a key of this config; did you mean --config.train.steps?",
     "--config.sample.slotz is not a key of this config; did you mean --config.sample.slots?",
-    "--config.train.steps=abc must be an integer of at least 1",
+    "--config.train.steps=abc must be an integer of at least 0 (0: fine-tuning alone)",
     "--config.seed=1.5 must be an integer from 0 to 4294967295",
     "--config.buffer.dedup=maybe must be true or false",
     "--wrkdir is not a flag; did you mean --workdir?"]),

@@ -330,7 +330,7 @@ class Run:
     with self._lock:
       totals, self._accuracy = self.totals, result.accuracy
       totals.last_eval_step = max(totals.last_eval_step, step)
-      if step == 0:
+      if step == 0 and self.settings.steps:
         totals.accuracy_before = result.accuracy
       if step >= self.settings.steps:
         totals.accuracy_after = result.accuracy
