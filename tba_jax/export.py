@@ -13,15 +13,10 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-import jax
-import jax.numpy as jnp
 from absl import logging
 
 from tba_jax.checkpoints.huggingface import save_model
-from tba_jax.checkpoints.model_folder import read_lora, read_model_folder
-from tba_jax.checkpoints.run_state import load_initial, load_params
-from tba_jax.models import lora as lora_lib
-from tba_jax.models import transformer
+from tba_jax.checkpoints.trained import load_trained
 
 
 def export(workdir: pathlib.Path, out: pathlib.Path, *, step: int | None = None) -> int:
@@ -34,18 +29,7 @@ def export(workdir: pathlib.Path, out: pathlib.Path, *, step: int | None = None)
   Returns: the step that was exported.
   Raises: ValueError if the workdir holds no such checkpoint or `out` is taken.
   """
-  if not (workdir / "model" / "config.json").is_file():
-    raise ValueError(f"{workdir} is not the workdir of a run: it has no model/config.json; give the --workdir of one.")
-  cfg, tokenizer = read_model_folder(workdir / "model")
-  lora = read_lora(workdir / "model")
-  # Host memory, whatever the trainer ran on: an accelerator is not needed to copy weights from file to file.
-  host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-  on_host = lambda tree: jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=host), tree)
-  whole = on_host(transformer.abstract_params(cfg, jnp.float32))
-  trained = whole if lora is None else on_host(lora_lib.abstract_adapters(cfg, settings=lora))
-  step, params = load_params(workdir, trained, step=step)
-  if lora is not None:
-    params = lora_lib.merge(load_initial(workdir, whole), params, scale=lora.scale)
+  step, cfg, params, tokenizer = load_trained(workdir, step=step)
   save_model(out, cfg, params, tokenizer)
   return step
 

@@ -27,6 +27,7 @@ ORDER = (
     ("learner",),
     ("supervised",),
     ("searcher",),
+    ("sample_statistics",),
     ("evaluate",),
     ("metrics",),
     ("meters",),

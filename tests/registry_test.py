@@ -65,7 +65,15 @@ def test_a_file_that_is_not_there():
 
 def test_prompts_over_the_limit_are_refused():
   with pytest.raises(ValueError, match="sample.max_prompt_tokens=5 is less than the longest prompt of arithmetic; raise it to "):
-    registry.make_task("arithmetic", None, TaskSettings(0, "", 5, 4, 4), {"num_train_prompts": 4})
+    args = {"num_train_prompts": 4, "sft_share_with_work": 0.5}
+    registry.make_task("arithmetic", None, TaskSettings(0, "", 5, 4, 4), args)
+
+
+def test_names_and_arguments_of_named_tasks():
+  with pytest.raises(ValueError, match="task 'gsm8' is not known; known are arithmetic, gsm8k, math, tldr, or FILE.py:CLASS"):
+    registry.make_task("gsm8", None, SETTINGS, {})
+  with pytest.raises(ValueError, match=r"task_args of gsm8k are missing; it takes exactly prompt_format \(one of rho_sft"):
+    registry.make_task("gsm8k", None, SETTINGS, {})
 
 
 def test_every_name_is_known_everywhere():

@@ -195,6 +195,11 @@ class ArithmeticTask:
     """1 if the last words are 'answer is N' and N is right. What stands before, work or not, earns nothing."""
     return float(response_text.split()[-3:] == ["answer", "is", prompt.answer])
 
+  def final_answer(self, response_text: str) -> str | None:
+    """What a majority is counted of."""
+    words = response_text.split()
+    return words[-1] if words[-3:-1] == ["answer", "is"] else None
+
   def response_text(self, tokens: Sequence[int]) -> str:
     return decode_response(self.tokenizer, tokens)
 

@@ -21,7 +21,7 @@ MAX_DROPPED_SHARE = 0.01
 
 @dataclasses.dataclass(frozen=True)
 class TaskSettings:
-  """What a run tells every task. A class given as config.task=FILE.py:NAME is called NAME(tokenizer, settings, **task_args)."""
+  """What a run tells every task; a class of FILE.py:CLASS is called CLASS(tokenizer, settings, **task_args)."""
 
   seed: int
   data_path: str  # data.path
@@ -79,6 +79,14 @@ class GroupRewardTask(Task, Protocol):
       device_or_mesh: the searcher's, where a model that rewards must live.
       for_eval: the reward of evaluations, of which 1 counts as a success.
     """
+
+
+@runtime_checkable
+class AnswerTask(Task, Protocol):
+  """A task whose responses end in an answer, so that several responses can vote (maj@k)."""
+
+  def final_answer(self, response_text: str) -> str | None:
+    """The answer that a response gives; None if it gives none."""
 
 
 @runtime_checkable

@@ -114,6 +114,11 @@ class Gsm8kTask:
   def reward(self, prompt: Prompt, response_text: str, *, truncated: bool) -> float:
     return numeric_answer.grade(response_text, prompt.answer)
 
+  def final_answer(self, response_text: str) -> str | None:
+    """What a majority is counted of."""
+    found = numeric_answer.extract(response_text)
+    return None if found is None else str(found)
+
   def response_text(self, tokens: Sequence[int]) -> str:
     return decode_response(self.tokenizer, tokens)
 

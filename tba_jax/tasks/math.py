@@ -45,7 +45,7 @@ def _problem(row: JsonRow) -> Problem:
 
 
 def make_problems(num_problems: int, *, split: str, seed: int) -> list[Problem]:
-  """Sums of two fractions, all different; those of "train" and "test" share no problem. They stand in for MATH in short runs."""
+  """Sums of two fractions, all different, none in both "train" and "test". They stand in for MATH in short runs."""
   rng = random.Random(f"fractions {split} {seed}")
   found: dict[str, Problem] = {}
   while len(found) < num_problems:
@@ -66,7 +66,7 @@ class MathTask:
     tokenizer: of the model, with a chat template; None: one of characters, for a new model.
     max_prompt_tokens: longer prompts are dropped and reported by a printed line.
     jsonl_folder: holds train.jsonl and test.jsonl with "problem" and "answer" (or a "solution" that boxes it) a line.
-    num_generated: instead of data, make as many problems to learn from and a quarter as many to evaluate on; 0: read data.
+    num_generated: as many problems are made to learn from, and a quarter as many to evaluate on; 0: data is read.
     seed: of generated problems.
     grader_processes: that grade at the same time. They are started here and end with this task.
     grader_deadline_secs: for one answer.
@@ -109,6 +109,10 @@ class MathTask:
 
     return reward
 
+  def final_answer(self, response_text: str) -> str | None:
+    """What a majority is counted of: the LaTeX as it stands."""
+    return boxed_answer(response_text)
+
   def response_text(self, tokens: Sequence[int]) -> str:
     return decode_response(self.tokenizer, tokens)
 
@@ -121,7 +125,7 @@ class MathTask:
       if problem.solution.strip()
     ]
     if not examples:
-      raise ValueError("train.jsonl has no text 'solution' in any row, so there is nothing to fine-tune on; set sft.steps=0.")
+      raise ValueError("train.jsonl has no text 'solution' in any row to fine-tune on; set sft.steps=0.")
     return examples
 
   def _build(self, split: str, problems: Sequence[Problem]) -> tuple[list[Problem], list[Prompt]]:

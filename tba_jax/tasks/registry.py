@@ -10,7 +10,7 @@ import sys
 import traceback
 from typing import Any
 
-from tba_jax.config_schema import is_task_file
+from tba_jax.config_schema import TASK_ARGS, is_task_file
 
 from tba_jax.tasks.arithmetic import ArithmeticTask, make_arithmetic_tokenizer
 from tba_jax.tasks.base import Task, TaskSettings
@@ -67,9 +67,8 @@ def make_task(name: str, tokenizer: Tokenizer | None, settings: TaskSettings, ta
   Raises: ValueError for a class that cannot be had or lacks something, for missing or malformed data, or a prompt over
     the limit.
   """
-  task = _make_from_file(name, tokenizer, settings, task_args) if is_task_file(name) else TASKS[name](
-    tokenizer, settings, **task_args
-  )
+  make = _make_from_file if is_task_file(name) else _make_named
+  task = make(name, tokenizer, settings, task_args)
   prompts = {"train_prompts": task.train_prompts(), "eval_prompts": task.eval_prompts()}
   for method, found in prompts.items():
     if not found:
@@ -81,6 +80,17 @@ def make_task(name: str, tokenizer: Tokenizer | None, settings: TaskSettings, ta
       f"{longest}"
     )
   return task
+
+
+def _make_named(
+  name: str, tokenizer: Tokenizer | None, settings: TaskSettings, task_args: Mapping[str, Any]
+) -> Task:
+  if name not in TASKS:
+    raise ValueError(f"task {name!r} is not known; known are {', '.join(TASKS)}, or FILE.py:CLASS for one of your own.")
+  if set(task_args) != set(TASK_ARGS[name]):
+    takes = ", ".join(f"{key} ({rule.text})" for key, rule in TASK_ARGS[name].items())
+    raise ValueError(f"task_args of {name} are {', '.join(task_args) or 'missing'}; it takes exactly {takes}.")
+  return TASKS[name](tokenizer, settings, **task_args)
 
 
 _NEEDED = ("name", "tokenizer", "train_prompts", "eval_prompts", "reward", "response_text")

@@ -1,0 +1,51 @@
+"""What several samples of each prompt say: pass@k, maj@k, and intervals."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+import math
+
+_Z = 1.959963984540054  # of a two-sided 95% interval
+
+
+def wilson_interval(rate: float, trials: int) -> tuple[float, float]:
+  """The 95% Wilson score interval of a share of successes (Wilson 1927).
+
+  Args:
+    rate: successes / trials. For a mean of values between 0 and 1 instead of successes the interval is too wide, never
+      too narrow: no such value varies more than a coin of the same mean.
+    trials: independent ones; prompts, not samples.
+  """
+  spread = _Z * math.sqrt(rate * (1 - rate) / trials + (_Z / (2 * trials)) ** 2)
+  scale = 1 + _Z**2 / trials
+  middle = rate + _Z**2 / (2 * trials)
+  return max(0.0, (middle - spread) / scale), min(1.0, (middle + spread) / scale)
+
+
+def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
+  """Unbiased probability that one of k samples is right: 1 - C(n - c, k) / C(n, k).
+
+  Source: Chen et al. 2021, arXiv:2107.03374.
+  Raises: ValueError if k is not between 1 and the number of samples.
+  """
+  if not 1 <= k <= num_samples:
+    raise ValueError(f"k={k} must lie between 1 and the {num_samples} samples of a prompt; sample more, or lower it.")
+  return 1 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
+
+
+def majority_at_k(answers: Sequence[str | None], rights: Sequence[bool], k: int) -> float:
+  """Share of the blocks of k samples, n // k of them, whose most frequent answer is right.
+
+  A sample without an answer does not vote; of equally frequent answers the one given first counts. Source: Wang et al.
+  2022, arXiv:2203.11171. Raises: as `pass_at_k`.
+  """
+  if not 1 <= k <= len(answers):
+    raise ValueError(f"k={k} must lie between 1 and the {len(answers)} samples of a prompt; sample more, or lower it.")
+  wins = []
+  for start in range(0, len(answers) - k + 1, k):
+    block = zip(answers[start : start + k], rights[start : start + k])
+    votes = [(answer, right) for answer, right in block if answer is not None]
+    winner = Counter(answer for answer, _ in votes).most_common(1)
+    wins.append(bool(winner) and next(right for answer, right in votes if answer == winner[0][0]))
+  return sum(wins) / len(wins)

@@ -1,0 +1,131 @@
+"""The evaluation command: its rows against plain decoding, its numbers against its rows, and going on after a stop."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tba_jax import evaluate
+from tba_jax.checkpoints.huggingface import save_model
+from tba_jax.models import transformer
+from tba_jax.models.heads import token_logprobs
+from tba_jax.models.variants import new_model_config
+from tba_jax.tasks.arithmetic import make_arithmetic_tokenizer
+
+TASK = """
+from tba_jax.tasks.arithmetic import ArithmeticTask
+class Easy(ArithmeticTask):
+  def __init__(self, tokenizer, settings):
+    super().__init__(num_eval_prompts=6, num_train_prompts=1, num_sft_examples=0)
+  def reward(self, prompt, response_text, *, truncated):
+    return None if response_text.endswith("blue") else float(len(response_text) % 2)
+  def final_answer(self, response_text):
+    return response_text[:1] or None
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("evaluate")
+  tokenizer = make_arithmetic_tokenizer()
+  cfg = new_model_config(
+    hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, mlp_size=32, max_positions=64,
+    tie_embeddings=True, rope_theta=10_000.0, norm_eps=1e-5, vocab_size=tokenizer.vocab_size,
+  )  # fmt: skip
+  params = transformer.init_params(cfg, jax.random.key(0), jnp.float32)
+  params = {**params, "embed": {"table": params["embed"]["table"] * 8}}
+  save_model(folder / "model", cfg, params, tokenizer)
+  (folder / "easy.py").write_text(TASK)
+  return folder, cfg, params
+
+
+def _run(model, out, *extra):
+  folder = model[0]
+  argv = [f"--model={folder}/model", f"--task={folder}/easy.py:Easy", f"--out={out}", "--samples=4", "--k=1,2,4", "--slots=8",
+          "--max_prompt_tokens=22", "--max_new_tokens=8", f"--reference={folder}/model", *extra]  # fmt: skip
+  evaluate.main(argv)
+  return json.loads((out / "summary.json").read_text()), [
+    json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()
+  ]
+
+
+def test_rows_numbers_and_going_on(model, tmp_path, capsys):
+  summary, rows = _run(model, tmp_path / "whole")
+  rows = {row["index"]: row for row in rows}
+  assert sorted(rows) == list(range(6)) and all(len(row["samples"]) == 4 for row in rows.values())
+  assert len({tuple(sample["tokens"]) for row in rows.values() for sample in row["samples"]}) > 12  # they differ
+
+  # Greedy responses and their perplexity, by a forward pass over each whole sequence.
+  _, cfg, params = model
+  tokenizer = make_arithmetic_tokenizer()
+  nll, count = 0.0, 0
+  for row in rows.values():
+    prompt, response = tokenizer.encode(row["prompt"]), row["greedy"]["tokens"]
+    ids = np.array([prompt + response])
+    ones, positions = np.ones_like(ids), np.arange(ids.shape[1])[None]
+    hidden = transformer.hidden_states(params, cfg, ids, positions, ones, dtype=jnp.float32)
+    logits = np.array(hidden[0] @ params["embed"]["table"].T)[:, : cfg.vocab_size]
+    assert logits[len(prompt) - 1 : -1].argmax(axis=-1).tolist() == response
+    log_p, _ = token_logprobs(params, cfg, ids, positions, ones, temperature=1.0, dtype=jnp.float32)
+    nll, count = nll - float(log_p[0, len(prompt) :].sum()), count + len(response)
+  assert summary["reference_perplexity"] == pytest.approx(math.exp(nll / count), rel=1e-4)
+
+  # The summary says what the rows say.
+  samples = [sample for row in rows.values() for sample in row["samples"]]
+  rewards = [[sample["reward"] for sample in row["samples"]] for row in rows.values()]
+  assert summary["greedy"]["mean"] == np.mean([row["greedy"]["reward"] == 1 for row in rows.values()])
+  assert summary["samples"]["mean"] == pytest.approx(np.mean([sample["reward"] == 1 for sample in samples]))
+  assert summary["pass@1"]["mean"] == pytest.approx(summary["samples"]["mean"])
+  assert summary["pass@4"]["mean"] == np.mean([1 in found for found in rewards])
+  assert 0 < summary["pass@1"]["mean"] < summary["pass@2"]["mean"] <= summary["pass@4"]["mean"]
+  assert summary["maj@1"]["mean"] == pytest.approx(summary["samples"]["mean"], abs=1 / 6)
+  low, high = summary["pass@2"]["interval"]
+  assert 0 <= low < summary["pass@2"]["mean"] < high <= 1
+
+  # Killed in the middle of the third line: the same rows come again.
+  lines = (tmp_path / "whole" / "samples.jsonl").read_text().splitlines(keepends=True)
+  (tmp_path / "part").mkdir()
+  (tmp_path / "part" / "samples.jsonl").write_text("".join(lines[:2]) + lines[2][:20])
+  (tmp_path / "part" / "settings.json").write_text((tmp_path / "whole" / "settings.json").read_text())
+  again, resumed = _run(model, tmp_path / "part")
+  assert resumed[:2] == [json.loads(line) for line in lines[:2]] and len(resumed) == 6
+  assert {row["index"]: row for row in resumed} == rows and again == summary
+
+  # A folder of another evaluation is refused.
+  capsys.readouterr()
+  with pytest.raises(SystemExit) as ended:
+    _run(model, tmp_path / "whole", "--seed=1")
+  assert ended.value.code == 2
+  assert "belongs to another evaluation (seed: 0 -> 1); give another folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv, line", [
+  (["--task=gsm8k"], "give either --model=PATH or --workdir=RUN"),
+  (["--task=gsm8k", "--model=a", "--workdir=b"], "give either --model=PATH or --workdir=RUN"),
+  (["--model=a"], "--task is missing; give a task's name, or FILE.py:CLASS"),
+  (["--model=a", "--task=gsm8k", "--samples=4", "--k=1,8"], "--k=1,8 must lie between 1 and --samples=4"),
+  (["--workdir=nowhere", "--task=gsm8k"], "nowhere is not the workdir of a run"),
+  (["--model=nowhere/at/all", "--task=gsm8k"], "nowhere/at/all"),
+])  # fmt: skip
+def test_bad_input_is_one_line(argv, line, tmp_path, capsys):
+  with pytest.raises(SystemExit) as ended:
+    evaluate.main([*argv, f"--out={tmp_path / 'out'}"])
+  assert ended.value.code == 2
+  errors = capsys.readouterr().err.splitlines()
+  assert len(errors) == 1 and line in errors[0]
+
+
+def test_ungraded_responses_are_no_successes_and_are_counted():
+  def response(reward):
+    return {"reward": reward, "answer": None, "tokens": [1], "truncated": False}
+
+  rows = [{"greedy": response(None), "samples": [response(1.0), response(None)]},
+          {"greedy": response(1.0), "samples": [response(0.0), response(0.5)]}]  # fmt: skip
+  summary = evaluate.summarise(rows, ks=(1, 2))
+  assert summary["greedy"]["mean"] == 0.5 and summary["not_graded"] == 2 and summary["greedy_reward"] == 1.0
+  assert summary["pass@1"]["mean"] == 0.25 and summary["pass@2"]["mean"] == 0.5 and "maj@1" not in summary
