@@ -17,7 +17,7 @@ responses' tokens, as its GRPO does). "TRL, responses" scores responses alone, a
 entropy" leaves the entropy out.
 
 limit_fraction is the time that the core's measured peak allows for 6 FLOPs per weight and token, and attention, over
-the time taken.
+the CPU time taken. On a core that other work shares, trust `cpu_ratio`.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def train_step(bench: Bench, case: str) -> None:
     if arms == [ours] and rivals is not rounds[0]:
       break
     runs, compile_secs = one_round(bench, case, data, arms, steps)
-    secs = interleave.median(runs["ours"], "secs")
+    secs = interleave.median(runs["ours"], "cpu_secs")
     bench.add(
       case, runs, tokens_per_sec=rows * (prompt_tokens + new) / secs, limit_fraction=limit / secs, limit_secs=limit,
       compile_secs=compile_secs, **peaks,

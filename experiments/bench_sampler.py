@@ -16,8 +16,8 @@ Models: S has 4 layers of width 256 and 512 ids, M the shape of SmolLM2-135M; we
     growth    S: new tokens per second at sequences of 128 to 2048 tokens and 1 to 64 slots, and a plot of it
 
 limit_fraction is the least time that the core's measured peaks allow for the arithmetic and for the reading of weights
-and keys, over the time taken. floor_fraction is the same with the weight products of the decode steps alone, timed as
-plain calls: how far the sampler is from having no other cost.
+and keys, over the CPU time taken. floor_fraction is the same with the weight products of the decode steps alone, timed
+as plain calls: how far the sampler is from having no other cost. On a core that other work shares, trust `cpu_ratio`.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Bench:
     )
 
   def limits(self, model: str, work: Work, *, steps: int, rows: int) -> dict[str, float]:
-    """Seconds that the core needs at least, and seconds of the weight products of `steps` decode steps."""
+    """CPU seconds that the core needs at least, and those of the weight products of `steps` decode steps."""
     peaks = self.ours.call("peaks")
     reading, decoding = shapes.sampling_flops(model, work.requests)
     num_bytes = shapes.decode_bytes(model, work.requests, steps=steps)
@@ -145,12 +145,12 @@ class Bench:
     return {"limit_secs": limit, "floor_step_secs": floor, "floor_secs": floor * steps, **peaks}
 
   def floor(self, model: str, rows: int) -> float:
-    """Seconds of the weight products of one decode step alone."""
+    """CPU seconds of the weight products of one decode step alone."""
     return statistics.median(self.ours.call("floor", model=model, rows=rows)["secs"] for _ in range(9))
 
   def add(self, case: str, runs: dict[str, list[dict]], limits: dict[str, float], **more: Any) -> None:
     """A row for each rival; `fastest` marks the one that counts."""
-    secs = interleave.median(runs["ours"], "secs")
+    secs = interleave.median(runs["ours"], "cpu_secs")
     rivals = [name for name in runs if name != "ours"]
     best = max(rivals, key=lambda name: interleave.median(runs[name], "tokens_per_sec"), default=None)
     target, goal = TARGETS[case]
@@ -170,7 +170,7 @@ def equal_lengths(bench: Bench, case: str) -> None:
   compile_secs = {}
   ours, compile_secs["ours"] = bench.engine_arm("ours", case, work, dict(
     slots=count, max_prompt_tokens=prompt_tokens, max_new_tokens=new, chunk_tokens=32, prompt_buckets=(prompt_tokens,),
-    prefill_batches=(count,),
+    prefill_batches=(count,), kv_buckets=(*range(prompt_tokens + 32, prompt_tokens + new, 32), prompt_tokens + new),
   ))
   arms = [ours]
   if "tunix" in bench.workers:
@@ -211,7 +211,8 @@ def ragged(bench: Bench, case: str) -> None:
   work = Work(shapes.random_prompts(model, count=count, length=prompt_tokens), lengths)
   ours, _ = bench.engine_arm("ours", case, work, dict(
     slots=slots, max_prompt_tokens=prompt_tokens, max_new_tokens=longest, chunk_tokens=chunk,
-    prompt_buckets=(prompt_tokens,), prefill_batches=(1, 4),
+    prompt_buckets=(prompt_tokens,), prefill_batches=(1, 2, 4),
+    kv_buckets=(*range(128, prompt_tokens + longest, 64), prompt_tokens + longest),
   ))
   arms = [ours]
   if "transformers" in bench.workers:

@@ -7,12 +7,14 @@ import os
 import pathlib
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
 
 from experiments import bench_sampler
 from experiments.rivals import growth, interleave, shapes
+from experiments.rivals.stopwatch import Stopwatch
 from tba_jax.models import transformer
 from tba_jax.models.variants import from_huggingface
 
@@ -94,6 +96,19 @@ def test_ratio_says_how_many_times_better_ours_is():
   faster = interleave.compare("c", ours, rival, rival_name="r", figure="secs", higher_is_better=False)
   assert (faster["ours"], faster["rival"], faster["ratio"], faster["ratios"]) == (2.0, 5.0, 2.5, [3.0, 2.0, 1.25])
   assert interleave.compare("c", ours, rival, rival_name="r", figure="secs", higher_is_better=True)["ratio"] == 0.4
+  with_cpu = [[{"tokens_per_sec": x, "cpu_secs": x} for x in xs] for xs in ((4.0, 1.0, 2.0), (3.0, 9.0, 6.0))]
+  row = interleave.compare("c", *with_cpu, rival_name="r", figure="tokens_per_sec", higher_is_better=True)
+  assert row["ratio"] == 2 / 6 and row["cpu_ratio"] == 6 / 2
+
+
+def test_stopwatch_counts_cpu_time_apart_from_waiting():
+  watch = Stopwatch()
+  time.sleep(0.2)
+  began = time.process_time()
+  while time.process_time() - began < 0.05:
+    pass
+  times = watch.read(parts=2)
+  assert 0.125 <= times["secs"] and 0.025 <= times["cpu_secs"] < 0.09
 
 
 @pytest.mark.parametrize("model", sorted(shapes.MODELS))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ import transformers
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
 from experiments.rivals import shapes
+from experiments.rivals.stopwatch import Stopwatch
 
 torch.set_num_threads(1)
 
@@ -49,12 +49,12 @@ class System:
     assert samples == 1, samples
     torch.manual_seed(seed)
     run = self._continuous if kind == "continuous" else self._batches
-    began = time.perf_counter()
+    watch = Stopwatch()
     outputs = run(kind, prompts, new_tokens, slots, greedy)
-    secs = time.perf_counter() - began
+    times = watch.read()
     for row, new in zip(outputs, new_tokens, strict=True):
       assert len(row) >= new, (len(row), new)
-    result = {"secs": secs, "tokens_per_sec": sum(new_tokens) / secs}
+    result = {**times, "tokens_per_sec": sum(new_tokens) / times["secs"]}
     if greedy:
       result["tokens"] = [row[:new] for row, new in zip(outputs, new_tokens, strict=True)]
     return result

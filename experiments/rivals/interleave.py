@@ -134,7 +134,8 @@ def compare(
 ) -> dict[str, Any]:
   """A row of results: medians, and how many times better ours is; `ratios` are those of the single repetitions.
 
-  Without a rival the row has ours alone.
+  `cpu_ratio` is the same by the CPU time of the processes, which other work on the core disturbs less. Without a rival
+  the row has ours alone.
   """
   own = [run[figure] for run in ours]
   row = {"case": case, "unit": figure, "ours": statistics.median(own), "rival": None, "rival_name": rival_name,
@@ -145,6 +146,8 @@ def compare(
     row["rival"] = statistics.median(other)
     row["ratio"] = better(row["ours"], row["rival"])
     row["ratios"] = [better(a, b) for a, b in zip(own, other, strict=True)]
+    if "cpu_secs" in ours[0]:
+      row["cpu_ratio"] = median(rival, "cpu_secs") / median(ours, "cpu_secs")
   return row
 
 
@@ -195,7 +198,9 @@ def parse(parser: argparse.ArgumentParser, *, cases: Sequence[str]) -> argparse.
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
   """The rows for people."""
-  columns = ("case", "rival_name", "ours", "rival", "ratio", "target", "limit_fraction", "floor_fraction", "unit")
+  columns = (
+    "case", "rival_name", "ours", "rival", "unit", "ratio", "cpu_ratio", "target", "limit_fraction", "floor_fraction"
+  )
 
   def cell(value: Any) -> str:
     if not isinstance(value, float):

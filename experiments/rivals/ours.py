@@ -14,6 +14,7 @@ import tokenizers
 import transformers
 
 from experiments.rivals import roofline, shapes
+from experiments.rivals.stopwatch import Stopwatch
 from tba_jax import learner
 from tba_jax.checkpoints.huggingface import load_model, save_model
 from tba_jax.models import transformer
@@ -99,27 +100,27 @@ class System:
   def sample(
     self, key: str, prompts: list[list[int]], new_tokens: list[int], samples: int, seed: int, greedy: bool = False
   ) -> dict[str, Any]:
-    """Samples every prompt; `tokens_per_sec` counts new tokens. `step_secs` are those of the engine's steps."""
+    """Samples every prompt; `tokens_per_sec` counts new tokens. `step_secs` are CPU seconds of the engine's steps."""
     engine = self._engines[key]
     outputs: list[Any] = [None] * len(prompts)
     step_secs, busy = [], []
-    began = time.perf_counter()
+    watch = Stopwatch()
     for index, (prompt, new) in enumerate(zip(prompts, new_tokens, strict=True)):
       keys = sample_keys(seed, occurrence=index, attempt=0, num_samples=samples)
       engine.submit(SampleRequest(
         index, np.asarray(prompt, np.int32), keys, temperature=0.0 if greedy else 1.0, max_new_tokens=new
       ))
     while engine.num_groups:
-      then = time.perf_counter()
+      then = time.process_time()
       for group in engine.step():
         outputs[group.tag] = group
-      step_secs.append(time.perf_counter() - then)
+      step_secs.append(time.process_time() - then)
       busy.append(engine.num_queued > 0)
-    secs = time.perf_counter() - began
+    times = watch.read()
     num_tokens = int(sum(group.lengths.sum() for group in outputs))
     assert num_tokens == samples * sum(new_tokens), (num_tokens, samples * sum(new_tokens))
     result = {
-      "secs": secs, "tokens_per_sec": num_tokens / secs, "step_secs": step_secs, "steps_with_queue": sum(busy),
+      **times, "tokens_per_sec": num_tokens / times["secs"], "step_secs": step_secs, "steps_with_queue": sum(busy),
     }
     if greedy:
       result["tokens"] = [group.tokens[0].tolist() for group in outputs]

@@ -14,6 +14,7 @@ import numpy as np
 
 from configs import quickstart
 from experiments.rivals import ours
+from experiments.rivals.stopwatch import Stopwatch
 from tba_jax import config as config_lib
 from tba_jax import learner
 from tba_jax import train
@@ -63,12 +64,11 @@ class System(ours.System):
 
   def train(self, steps: int) -> dict[str, Any]:
     """Takes steps on the same batch; seconds of a step, and its loss and gradient norm (of the last step)."""
-    began = time.perf_counter()
+    watch = Stopwatch()
     for _ in range(steps):
       self._state, metrics = self._step(self._state, self._batch, self._beta)
     metrics = jax.block_until_ready(metrics)
-    secs = (time.perf_counter() - began) / steps
-    return {"secs": secs, "loss": float(metrics["loss"]), "grad_norm": float(metrics["grad_norm"])}
+    return {**watch.read(parts=steps), "loss": float(metrics["loss"]), "grad_norm": float(metrics["grad_norm"])}
 
   def forget_learner(self) -> None:
     self._step = self._state = None

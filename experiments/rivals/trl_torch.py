@@ -13,6 +13,7 @@ import transformers
 import trl
 
 from experiments.rivals import shapes
+from experiments.rivals.stopwatch import Stopwatch
 
 torch.set_num_threads(1)
 
@@ -102,15 +103,14 @@ class System:
 
   def train(self, steps: int) -> dict[str, Any]:
     """Loss, backward, clip and AdamW on the same batch; seconds of a step, loss and gradient norm (of the last)."""
-    began = time.perf_counter()
+    watch = Stopwatch()
     for _ in range(steps):
       loss = self._loss()
       loss.backward()
       norm = torch.nn.utils.clip_grad_norm_(self._trainer.model.parameters(), self._clip_norm)
       self._optimizer.step()
       self._optimizer.zero_grad()
-    secs = (time.perf_counter() - began) / steps
-    return {"secs": secs, "loss": float(loss), "grad_norm": float(norm)}
+    return {**watch.read(parts=steps), "loss": float(loss), "grad_norm": float(norm)}
 
   def profile(self) -> list[dict[str, Any]]:
     """Where one step's time goes: the operations with the most seconds of their own."""

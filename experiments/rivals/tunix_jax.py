@@ -20,6 +20,7 @@ from tunix.rl import common
 from tunix.sft import peft_trainer
 
 from experiments.rivals import shapes
+from experiments.rivals.stopwatch import Stopwatch
 
 NO_PADDING = -1  # no id of the vocabulary: it masks tokens that equal its padding, also those it has sampled
 
@@ -98,13 +99,13 @@ class System:
     assert samples == 1 and len(set(new_tokens)) == 1, (samples, new_tokens)
     texts = [" ".join(map(str, prompt)) for prompt in prompts]
     how = {} if greedy else {"temperature": 1.0, "top_p": 1.0}
-    began = time.perf_counter()
+    watch = Stopwatch()
     output = self._samplers[key](
       texts, max_generation_steps=max(new_tokens), max_prompt_length=len(prompts[0]), eos_tokens=[-1], seed=seed, **how
     )
-    secs = time.perf_counter() - began
+    times = watch.read()
     assert all(len(row) == max(new_tokens) for row in output.tokens), [len(row) for row in output.tokens]
-    result = {"secs": secs, "tokens_per_sec": len(prompts) * max(new_tokens) / secs}
+    result = {**times, "tokens_per_sec": len(prompts) * max(new_tokens) / times["secs"]}
     if greedy:
       result["tokens"] = np.asarray(output.tokens).tolist()
     return result
@@ -141,12 +142,11 @@ class System:
 
   def train(self, steps: int) -> dict[str, Any]:
     """Takes steps on the same batch; seconds of a step, and its loss and gradient norm (of the last step)."""
-    began = time.perf_counter()
+    watch = Stopwatch()
     for _ in range(steps):
       results = self._step(self._inputs)
     loss, _, norm = jax.block_until_ready(results)
-    secs = (time.perf_counter() - began) / steps
-    return {"secs": secs, "loss": float(loss), "grad_norm": float(norm)}
+    return {**watch.read(parts=steps), "loss": float(loss), "grad_norm": float(norm)}
 
   def forget_learner(self) -> None:
     self._step = self._inputs = None
