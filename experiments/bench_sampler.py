@@ -1,6 +1,6 @@
 """How fast the engine samples: against `transformers` generate, google-tunix's sampler, itself, and the core.
 
-    python experiments/bench_sampler.py --transformers_python=A --tunix_python=B
+    A experiments/bench_sampler.py --ours_python=python --transformers_python=A --tunix_python=B
 
 A and B are the Pythons of environments with requirements-bench.txt and requirements-bench-tunix.txt; a rival whose
 Python is not given, or does not have the package, is left out. All systems run in turn on one core, with one thread and

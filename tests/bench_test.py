@@ -56,7 +56,7 @@ def test_sampler_benchmark_runs_groups_ragged_and_growth(tmp_path):
   results, _ = run_script(tmp_path, "bench_sampler", "--cases=groups,ragged,growth")
   cases = [row["case"] for row in results["results"]]
   assert set(cases) == {"groups", "ragged", "growth"} and cases.count("growth") == 2
-  assert results["notes"][0].startswith("Growth: at 1 slots a step takes ")
+  assert results["notes"][0].startswith("Growth: with 1 slot a step takes ")
 
 
 def test_learner_benchmark_runs_without_rivals(tmp_path):
@@ -164,5 +164,5 @@ def test_reason_for_growth_is_the_line_that_made_the_steps():
     for tokens in (128, 1024, 2048):
       secs[slots, tokens] = 1e-3 * slots**0.5 + 2e-7 * slots * tokens
   text = growth.reason(model, secs, floors={1: 5e-4, 64: 6e-3})
-  assert "at 1 slots a step takes 1.00 ms whatever the length (weight products alone 0.50 ms)" in text
-  assert "at 64 slots a step takes 8.00 ms" in text and text.count("0.20 us for each cached token, 41.0 GB/s") == 2
+  assert "with 1 slot a step takes 1.00 ms whatever the length (weight products alone 0.50 ms)" in text
+  assert "with 64 slots a step takes 8.00 ms" in text and text.count("0.20 us for each cached token, 41.0 GB/s") == 2

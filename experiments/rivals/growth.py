@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 import pathlib
+import textwrap
 from typing import Any
 
 import numpy as np
@@ -39,9 +40,9 @@ def reason(model: str, step_secs: StepSecs, *, floors: Mapping[int, float]) -> s
     slope, constant = np.polyfit(tokens * slots, secs, 1)
     speed = shapes.cache_token_bytes(model) / slope / 1e9 if slope > 0 else float("inf")
     parts.append(
-      f"at {slots} slots a step takes {constant * 1e3:.2f} ms whatever the length (weight products alone "
-      f"{floors[slots] * 1e3:.2f} ms) and {slope * 1e6:.2f} us for each cached token, {speed:.1f} GB/s of keys and "
-      "values"
+      f"with {slots} slot{'s' * (slots > 1)} a step takes {constant * 1e3:.2f} ms whatever the length (weight products "
+      f"alone {floors[slots] * 1e3:.2f} ms) and {slope * 1e6:.2f} us for each cached token, {speed:.1f} GB/s of keys "
+      "and values"
     )
   return "Growth: " + "; ".join(parts) + "."
 
@@ -63,6 +64,6 @@ def plot(step_secs: StepSecs, path: pathlib.Path, *, title: str) -> None:
   axes.minorticks_off()
   axes.grid(alpha=0.3)
   axes.legend()
-  axes.set_title(title.replace("; ", ";\n").replace(": at", ":\nat"), fontsize=8)
+  axes.set_title(textwrap.fill(title, 120), fontsize=8)
   path.parent.mkdir(parents=True, exist_ok=True)
   figure.savefig(path, dpi=120)
