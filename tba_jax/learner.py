@@ -205,7 +205,7 @@ def make_scorer(
   def score(params: Any, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array) -> jax.Array:
     return token_logprobs(
       params, cfg, tokens, positions, segment_ids, temperature=temperature, dtype=dtype, chunk_tokens=chunk_tokens,
-      backend=backend, constrain=sharding.activation_constraint(mesh),
+      backend=backend, mesh=mesh, constrain=sharding.activation_constraint(mesh),
     )[0]
 
   return score
@@ -264,7 +264,8 @@ def make_train_step(
       params = lora_lib.attach(*frozen, params, scale=lora.scale)
     return token_logprobs(
       params, cfg, batch.tokens, batch.positions, batch.segment_ids, temperature=temperature, dtype=compute_dtype,
-      remat=remat, chunk_tokens=chunk_tokens, backend=backend, constrain=sharding.activation_constraint(mesh),
+      remat=remat, chunk_tokens=chunk_tokens, backend=backend, mesh=mesh,
+      constrain=sharding.activation_constraint(mesh),
     )
 
   gradients = functools.partial(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from tba_jax.models.transformer import Params, hidden_states, masked_logits
 from tba_jax.models.variants import ModelConfig
@@ -17,8 +18,8 @@ NOT_A_TOKEN = -1e30
 def token_logprobs(params: Params, cfg: ModelConfig, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array, *,
                    temperature: float | jax.Array, dtype: jax.typing.DTypeLike, remat: str = "none",
                    chunk_tokens: int = 1024,
-                   backend: str = "xla", constrain: Callable[[jax.Array], jax.Array] | None = None) -> tuple[jax.Array,
-                   jax.Array]:
+                   backend: str = "xla", mesh: Mesh | None = None,
+                   constrain: Callable[[jax.Array], jax.Array] | None = None) -> tuple[jax.Array, jax.Array]:
   """Log-probability of every token given those before it in its segment, and the entropy of its distribution.
 
   The policy is softmax(logits / temperature) over the full vocabulary. The head runs over pieces of the row with
@@ -27,13 +28,13 @@ def token_logprobs(params: Params, cfg: ModelConfig, tokens: jax.Array, position
   Args:
     params: stacked layers. tokens, positions, segment_ids: int32 [B, T] as in `hidden_states`; the tokens of a segment
       are adjacent.
-    temperature: > 0. dtype, remat, backend, constrain: as in `hidden_states`.
+    temperature: > 0. dtype, remat, backend, mesh, constrain: as in `hidden_states`.
     chunk_tokens: about how many tokens' logits (f32, V each) exist at once, over all rows.
   Returns: (log_p, entropy), float32 [B, T] in nats, aligned with the token that is scored; 0 at the first token of a
     segment and at padding.
   """
   hidden = hidden_states(
-    params, cfg, tokens, positions, segment_ids, dtype=dtype, remat=remat, backend=backend, constrain=constrain
+    params, cfg, tokens, positions, segment_ids, dtype=dtype, remat=remat, backend=backend, mesh=mesh, constrain=constrain
   )
   scored = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] > 0)
   log_p, entropy = _chunked_head(params, cfg, hidden[:, :-1], tokens[:, 1:], temperature, chunk_tokens)

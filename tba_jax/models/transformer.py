@@ -14,6 +14,7 @@ from typing import Any
 from flax import nnx
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 import numpy as np
 
 from tba_jax.models import attention as attention_lib
@@ -121,6 +122,7 @@ def _within_window(
 
 def hidden_states(params: Params, cfg: ModelConfig, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array, *,
                   dtype: jax.typing.DTypeLike, remat: str = "none", backend: str = "xla",
+                  mesh: Mesh | None = None,
                   constrain: Callable[[jax.Array], jax.Array] | None = None) -> jax.Array:
   """Final-normed hidden states of whole sequences, for scoring and training.
 
@@ -131,7 +133,7 @@ def hidden_states(params: Params, cfg: ModelConfig, tokens: jax.Array, positions
     dtype: of the computation; norms and softmax are float32 within it.
     remat: what the backward pass keeps of a layer: "none" (everything), "dots" (matrix products), "full" (its input
       only).
-    backend: of `attention.attention`.
+    backend, mesh: of `attention.over_sequences`.
     constrain: applied to the residual stream [B, T, D] at every layer, to pin its sharding.
   Returns: [B, T, D] in dtype.
   Raises: ValueError for an unknown remat policy.
@@ -141,20 +143,18 @@ def hidden_states(params: Params, cfg: ModelConfig, tokens: jax.Array, positions
   block_def, norm_def = _graphdefs(cfg, _adapted(params["layers"]))
   constrain = constrain or (lambda x: x)
   ropes = _rope_tables(cfg, positions)
-  full_mask = attention_lib.segment_mask(positions, segment_ids)
-  window_mask = _within_window(cfg, full_mask, positions, positions) if any(cfg.sliding_layers) else None
+  attend_all = attention_lib.over_sequences(
+    positions, segment_ids, scale=cfg.query_scale, softcap=cfg.attn_softcap,
+    window=cfg.window if any(cfg.sliding_layers) else None, backend=backend, mesh=mesh)
 
   def body(x: jax.Array, layer: tuple[Params, jax.Array]) -> tuple[jax.Array, None]:
     layer_params, sliding = layer
-    mask = full_mask if window_mask is None else jnp.where(sliding, window_mask, full_mask)
     rope = None if ropes is None else ropes[0]
     if cfg.rope_local_theta is not None:
       rope = jax.tree.map(lambda full, local: jnp.where(sliding, local, full), *ropes)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
-      return attention_lib.attention(
-        q, k, v, mask, scale=cfg.query_scale, softcap=cfg.attn_softcap, backend=backend
-      ), None
+      return attend_all(q, k, v, all(cfg.sliding_layers) or sliding), None
 
     x, _ = nnx.merge(block_def, layer_params)(x, rope, attend)
     return constrain(x), None
