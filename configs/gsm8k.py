@@ -42,7 +42,9 @@ def get_config(arg=None):
     optimizer="adamw", learning_rate=1e-5, schedule="wsd", warmup_steps=50, stable_steps=350, decay_steps=600,
     clip_norm=1.0, weight_decay=0.0, b1=0.9, b2=0.999, eps=1e-8,
     # Rows of 1,024 tokens hold about five responses each; of the 35 micro-batches some seven are then needed.
-    micro_batches=35, packing=True, remat="full", head_chunk_tokens=2048, length_buckets=(256, 384, 512, 768, 1024),
+    micro_batches=35, packing=True, remat="full",
+    attention="xla",  # splash on TPU: without arrays of all scores; compiled for v5e, not measured
+    head_chunk_tokens=2048, length_buckets=(256, 384, 512, 768, 1024),
     param_dtype="float32", compute_dtype="bfloat16", max_nonfinite_in_row=3,
   )
   config.reference = dict(reset_every_steps=0, ema_decay=0.0)  # 50, 0.0: as the paper's TBA'

@@ -44,7 +44,7 @@ def get_config(arg=None):
     learning_rate=1e-4, schedule="constant", warmup_steps=5, stable_steps=0, decay_steps=0,
     clip_norm=1.0, weight_decay=0.0, b1=0.9, b2=0.999, eps=1e-8,
     micro_batches=8, packing=False,  # all rows are alike
-    remat="none", head_chunk_tokens=1024, length_buckets=(40,),
+    remat="none", attention="xla", head_chunk_tokens=1024, length_buckets=(40,),
     param_dtype="float32", compute_dtype="float32",  # on CPU bfloat16 is never faster
     max_nonfinite_in_row=3,
   )

@@ -20,8 +20,8 @@ from tba_jax.checkpoints.run_state import RunState
 from tba_jax.config_schema import is_task_file
 from tba_jax.losses.registry import make_loss
 from tba_jax.meters import Timeline
+from tba_jax.models import kernels, transformer
 from tba_jax.models import lora as lora_lib
-from tba_jax.models import transformer
 from tba_jax.models.lora import LoraSettings
 from tba_jax.models.variants import ModelConfig, new_model_config
 from tba_jax.placement import read_model_config
@@ -46,18 +46,25 @@ from tba_jax.workdir import as_config_error, say
 
 def model_config(config: ConfigDict) -> ModelConfig:
   """The architecture that the config asks for, without weights. Raises ConfigError if it is not to be had, or if the pattern of
-  adapters matches nothing in it."""
+  adapters matches nothing in it, or if the kernels of attention cannot do it."""
   if config.model.path:
     with as_config_error(f"model.path={config.model.path!r}"):
       cfg = read_model_config(config.model.path)
   else:
     tokenizer = make_task(config, None).tokenizer if is_task_file(config.task) else registry.own_tokenizer(config.task)
     cfg = new_model_config(**config.model.architecture, vocab_size=tokenizer.vocab_size)
+  _check_model(config, cfg)
+  return cfg
+
+
+def _check_model(config: ConfigDict, cfg: ModelConfig) -> None:
+  """Raises ConfigError for settings that do not suit this model."""
   lora = lora_settings(config)
   if lora is not None:
     with as_config_error("lora.pattern"):
       lora_lib.adapted_layers(cfg, lora.pattern)
-  return cfg
+  with as_config_error("train.attention"):
+    kernels.check_train_backend(cfg, config.train.attention)
 
 
 class ExtraModel(NamedTuple):
@@ -115,9 +122,7 @@ def build_model_and_task(
     layout = sharding.param_shardings(transformer.abstract_params(cfg, first_dtype), mesh)
     create = functools.partial(transformer.init_params, cfg, dtype=first_dtype)
     params = jax.jit(create, out_shardings=layout)(jax.random.key(config.seed))
-  if lora is not None:
-    with as_config_error("lora.pattern"):
-      lora_lib.adapted_layers(cfg, lora.pattern)
+  _check_model(config, cfg)
   save_model_folder(model_folder, cfg, tokenizer, lora)
   if config.sft.steps:
     params = _fine_tune(config, cfg, task, params, mesh, folder, stop)
@@ -162,7 +167,8 @@ def _fine_tune(
   optimizer = learner.make_optimizer("adamw", schedule=schedule, clip_norm=1.0, b1=train.b1, b2=train.b2, eps=train.eps)
   step = learner.make_train_step(
       cfg, make_loss("sft"), optimizer, temperature=1.0, compute_dtype=jnp.dtype(train.compute_dtype), remat=train.remat,
-      micro_batches=sft.micro_batches, chunk_tokens=train.head_chunk_tokens, whole_groups_per_micro_batch=True, mesh=mesh)
+      micro_batches=sft.micro_batches, chunk_tokens=train.head_chunk_tokens, whole_groups_per_micro_batch=True,
+      backend=train.attention, mesh=mesh)
   state = learner.init_train_state(params, optimizer, mesh=mesh)
   examples = task.sft_examples()[: sft.num_examples]
   run_state = RunState(folder / "fine_tuning", keep=1)
@@ -238,7 +244,8 @@ def make_scorer(config: ConfigDict, cfg: ModelConfig, mesh: Mesh | None) -> Call
   """Log-probabilities under the reference, as a searcher takes them."""
   train = config.train
   return learner.make_scorer(
-      cfg, temperature=config.sample.temperature, dtype=jnp.dtype(train.compute_dtype), chunk_tokens=train.head_chunk_tokens, mesh=mesh)
+      cfg, temperature=config.sample.temperature, dtype=jnp.dtype(train.compute_dtype), chunk_tokens=train.head_chunk_tokens,
+      backend=train.attention, mesh=mesh)
 
 
 def make_convert(dtype: Any) -> Callable[[Any], Any]:
@@ -297,7 +304,7 @@ def make_step(config: ConfigDict, cfg: ModelConfig, mesh: Mesh) -> tuple[Callabl
   step = learner.make_train_step(
       cfg, make_loss(config.loss.name), optimizer, temperature=config.sample.temperature,
       compute_dtype=jnp.dtype(train.compute_dtype), remat=train.remat, micro_batches=train.micro_batches,
-      chunk_tokens=train.head_chunk_tokens,
+      chunk_tokens=train.head_chunk_tokens, backend=train.attention,
       whole_groups_per_micro_batch=whole_groups_per_micro_batch(config),
       skip_empty_micro_batches=train.packing, lora=lora_settings(config), mesh=mesh)
   return step, optimizer

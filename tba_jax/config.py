@@ -304,6 +304,22 @@ def _check_backend(c: Mapping[str, Any]) -> Iterator[str]:
     yield "runtime.backend='ray' is not available in this installation; use runtime.backend=local"
 
 
+# Where each kernel of attention runs, and the dtype that it takes where it takes only one.
+_ATTENTION = {"splash": ("tpu", ""), "cudnn": ("gpu", "bfloat16")}
+
+
+def _check_attention(c: Mapping[str, Any], platform: str) -> Iterator[str]:
+  """What the model itself forbids is found when it is known, by models.kernels."""
+  for key, dtype_key in (("train.attention", "train.compute_dtype"),):
+    if c[key] == "xla":
+      continue
+    needed, dtype = _ATTENTION[c[key]]
+    if platform != needed:
+      yield f"{key}={c[key]!r} runs on {needed}, but the devices are {platform}; use {key}=xla"
+    if dtype and c[dtype_key] != dtype:
+      yield f"{key}={c[key]!r} needs {dtype_key}={dtype}, not {c[dtype_key]}; set it, or use {key}=xla"
+
+
 def _has_module(name: str) -> bool:
   return importlib.util.find_spec(name) is not None
 
@@ -408,7 +424,7 @@ def validate(config: Mapping[str, Any], *, num_devices: int, platform: str) -> N
   Args:
     config: ConfigDict or nested mapping.
     num_devices: devices that exist.
-    platform: their kind, for the message.
+    platform: their kind, as jax.default_backend() names it.
 
   Raises:
     ConfigError: all mistakes, one line each: name, value found, rule, way out.
@@ -418,7 +434,7 @@ def validate(config: Mapping[str, Any], *, num_devices: int, platform: str) -> N
   problems = list(wrong.values())
   checks = (_check_batch, _check_schedule, _check_optimizer, _check_fine_tuning, _check_lora, _check_reference, _check_loss,
             _check_buffer, _check_runtime, _check_backend, _check_model, _check_data,
-            lambda c: _check_devices(c, num_devices, platform))
+            lambda c: _check_attention(c, platform), lambda c: _check_devices(c, num_devices, platform))
   for check in checks:
     try:
       for problem in check(_Known(flat, wrong)):

@@ -94,6 +94,7 @@ SCHEMA: dict[str, Rule] = {
   "train.micro_batches": _integer(1),
   "train.packing": _BOOLEAN,  # several responses in a row; micro-batches that nothing is left for are not computed
   "train.remat": _one_of("none", "dots", "full"),
+  "train.attention": _one_of("xla", "splash", "cudnn"),  # also of scoring: splash on TPU, cudnn on GPU
   "train.head_chunk_tokens": _integer(1),
   "train.length_buckets": _LENGTHS,
   "train.param_dtype": _one_of("float32"),  # a bfloat16 master copy rounds most updates of 1e-5 away

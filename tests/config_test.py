@@ -15,6 +15,7 @@ from tba_jax import config_schema
 from tba_jax.config import ConfigError, DeviceCounts, parse_arg, resolve_devices
 from tba_jax.learner import OPTIMIZERS, SCHEDULES
 from tba_jax.losses.registry import LOSSES
+from tba_jax.models.kernels import TRAIN_BACKENDS
 from tba_jax.models.transformer import REMAT_POLICIES
 from tba_jax.replay.priorities import PRIORITIES
 from tba_jax.searcher import TRUNCATED_POLICIES
@@ -152,6 +153,7 @@ def test_a_task_file_is_looked_for_and_its_arguments_are_its_own(tmp_path):
 def test_choices_are_those_of_the_parts_that_take_them():
   names = {key: set(rule.names) for key, rule in config_schema.SCHEMA.items()}
   assert names["train.remat"] == set(REMAT_POLICIES)
+  assert names["train.attention"] == set(TRAIN_BACKENDS)
   assert names["train.schedule"] == set(SCHEDULES)
   assert names["train.optimizer"] == set(OPTIMIZERS)
   assert names["buffer.priority"] == set(PRIORITIES) - {"residual"}  # nothing in a run hands residuals back to the buffer yet
@@ -187,6 +189,26 @@ def test_beta_zero_is_for_losses_that_do_not_divide_by_it():
 ])
 def test_adapters_must_be_wholly_on_or_off(pattern, rank, alpha, lines):
   assert list(_problems(_quickstart(**{"lora.pattern": pattern, "lora.rank": rank, "lora.alpha": alpha}))) == lines
+
+
+@pytest.mark.parametrize("changes, platform, lines", [
+  ({"train.attention": "splash"}, "tpu", []),
+  ({"train.attention": "cudnn", "train.compute_dtype": "bfloat16"}, "gpu", []),
+  ({"train.attention": "splash"}, "cpu",
+   ["train.attention='splash' runs on tpu, but the devices are cpu; use train.attention=xla"]),
+  ({"train.attention": "cudnn"}, "tpu",
+   ["train.attention='cudnn' runs on gpu, but the devices are tpu; use train.attention=xla",
+    "train.attention='cudnn' needs train.compute_dtype=bfloat16, not float32; set it, or use train.attention=xla"]),
+  ({"train.attention": "flash"}, "tpu", ["train.attention='flash' must be one of xla, splash, cudnn; did you mean splash?"]),
+])
+def test_kernels_of_attention_need_their_platform_and_dtype(changes, platform, lines):
+  config = _quickstart(**changes)
+  if not lines:
+    config_lib.validate(config, num_devices=3, platform=platform)
+    return
+  with pytest.raises(ConfigError) as caught:
+    config_lib.validate(config, num_devices=3, platform=platform)
+  assert list(caught.value.problems) == lines
 
 
 def test_adapters_of_the_attention():

@@ -268,7 +268,7 @@ def test_mistakes_are_named():
     transformer.hidden_states(params, cfg, tokens, tokens, tokens + 1, dtype=jnp.float32, remat="some")
   with pytest.raises(ValueError, match="padded to 4 tokens do not fit a cache of 3 slots"):
     _filled_cache(cfg, params, np.zeros((1, 4), np.int32), [4], 3)
-  with pytest.raises(ValueError, match="attention backend 'flash' is unknown; it must be 'xla' or 'cudnn'"):
+  with pytest.raises(ValueError, match="attention backend 'flash' is unknown; it must be one of xla, splash, cudnn"):
     transformer.hidden_states(params, cfg, tokens, tokens, tokens + 1, dtype=jnp.float32, backend="flash")
   _, learned, _ = both("gpt2")
   with pytest.raises(ValueError, match="a cache of 81 tokens is longer than the 80 positions that this"):
