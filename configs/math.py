@@ -43,7 +43,7 @@ def get_config(arg=None):
     steps=400, prompts_per_step=32, responses_per_prompt=16,
     optimizer="adamw", learning_rate=1e-6, schedule="constant", warmup_steps=0, stable_steps=0, decay_steps=0,
     clip_norm=1.0, weight_decay=0.01, b1=0.9, b2=0.99, eps=1e-8,
-    micro_batches=128, packing=True, remat="full", head_chunk_tokens=2048, length_buckets=(1024, 2048, 3072),
+    micro_batches=128, packing=True, remat="full", attention="xla", head_chunk_tokens=2048, length_buckets=(1024, 2048, 3072),
     param_dtype="float32", compute_dtype="bfloat16", max_nonfinite_in_row=3,
   )
   config.reference = dict(reset_every_steps=50, ema_decay=0.0)  # the paper's rho

@@ -37,7 +37,8 @@ def get_config(arg=None):
     steps=0, prompts_per_step=1, responses_per_prompt=8,
     optimizer="adamw", learning_rate=1e-5, schedule="constant", warmup_steps=0, stable_steps=0, decay_steps=0,
     clip_norm=1.0, weight_decay=0.0, b1=0.9, b2=0.999, eps=1e-8,
-    micro_batches=1, packing=False, remat="full", head_chunk_tokens=2048, length_buckets=(256, 384, 512, 768, 1024),
+    micro_batches=1, packing=False, remat="full", attention="xla", head_chunk_tokens=2048,
+    length_buckets=(256, 384, 512, 768, 1024),
     param_dtype="float32", compute_dtype="bfloat16", max_nonfinite_in_row=3,
   )
   config.sample = dict(

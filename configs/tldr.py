@@ -50,7 +50,7 @@ def get_config(arg=None):
     steps=256, prompts_per_step=8, responses_per_prompt=20,
     optimizer="adamw", learning_rate=3e-6, schedule="linear", warmup_steps=0, stable_steps=0, decay_steps=256,
     clip_norm=1.0, weight_decay=0.0, b1=0.9, b2=0.999, eps=1e-8,
-    micro_batches=SIZES[arg.size], packing=False, remat="full", head_chunk_tokens=2048,
+    micro_batches=SIZES[arg.size], packing=False, remat="full", attention="xla", head_chunk_tokens=2048,
     length_buckets=(256, 384, 512, 640),
     param_dtype="float32", compute_dtype="bfloat16", max_nonfinite_in_row=3,
   )

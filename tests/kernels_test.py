@@ -15,12 +15,14 @@ import pytest
 from jax.experimental import pallas, topologies
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from tba_jax import learner, sharding
+from configs import quickstart
+from tba_jax import build, learner, sharding
+from tba_jax.config import ConfigError
 from tba_jax.losses.registry import make_loss
 from tba_jax.models import attention, kernels, transformer
 from tba_jax.models.heads import token_logprobs
 from tba_jax.models.variants import ModelConfig
-from tba_jax.types import Batch
+from tba_jax.types import Batch, TrainState
 
 CFG = ModelConfig(
   family="llama", vocab_size=29, num_embeddings=32, hidden_size=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, mlp_size=32,
@@ -227,6 +229,22 @@ def test_caches_that_the_decode_kernel_cannot_read_are_refused():
     run((1, 1, 24, 128), jnp.bfloat16)
 
 
+def test_a_config_chooses_the_kernels_of_training_and_scoring():
+  config = quickstart.get_config("smoke").unlock()
+  tokens = jax.ShapeDtypeStruct((4, 40), jnp.int32)
+  for backend, calls in (("splash", True), ("xla", False)):
+    config.train.attention = backend
+    cfg = build.model_config(config)
+    step, optimizer = build.make_step(config, cfg, sharding.make_mesh(jax.devices()[:1]))
+    traced = step.trace(abstract_state(cfg, optimizer), abstract_batch(rows=4, length=40), jnp.float32(0.1))
+    assert ("pallas_call" in str(traced.jaxpr)) == calls
+    scored = build.make_scorer(config, cfg, None).trace(transformer.abstract_params(cfg), tokens, tokens, tokens)
+    assert ("pallas_call" in str(scored.jaxpr)) == calls
+  config.train.attention, config.model.architecture.head_dim = "cudnn", 12
+  with pytest.raises(ConfigError, match="train.attention: 'cudnn' takes heads of a multiple of 8 up to 256, but this model has 12"):
+    build.model_config(config)
+
+
 # --- Ahead of time for a TPU ---
 
 
@@ -252,14 +270,16 @@ def test_a_train_step_with_splash_compiles_for_tpu(tpu_devices):
   step = learner.make_train_step(
     cfg, make_loss("tb_vargrad"), optimizer, temperature=1.0, compute_dtype=jnp.bfloat16, remat="full", micro_batches=1,
     chunk_tokens=256, backend="splash", mesh=mesh)
-  params = transformer.abstract_params(cfg)
-  counter = jax.ShapeDtypeStruct((), jnp.int32)
-  state = learner.TrainState(params, jax.eval_shape(optimizer.init, params), counter, counter, counter)
-  text = step.lower(state, abstract_batch(rows=4, length=160), jnp.float32(0.1)).compile().as_text()
+  text = step.lower(abstract_state(cfg, optimizer), abstract_batch(rows=4, length=160), jnp.float32(0.1)).compile().as_text()
   calls = set(re.findall(r"splash_mha_\w+", text))
   assert calls == {f"splash_mha_{phase}" for phase in ("fwd_segmented_residuals", "dq_segmented_no_residuals", "dkv_segmented_no_residuals")}
   assert "tpu_custom_call" in text
   assert not re.search(r"\[[\d,]*160,160\]", text)  # no array of all scores, nor a mask
+
+
+def abstract_state(cfg: ModelConfig, optimizer: learner.Optimizer) -> TrainState:
+  params, counter = transformer.abstract_params(cfg), jax.ShapeDtypeStruct((), jnp.int32)
+  return TrainState(params, jax.eval_shape(optimizer.init, params), counter, counter, counter)
 
 
 def abstract_batch(rows: int, length: int) -> Batch:
