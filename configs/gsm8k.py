@@ -54,14 +54,19 @@ def get_config(arg=None):
     slots=96, chunk_tokens=32, dtype="bfloat16", truncated="score", in_flight=True,
     lane_samples=1, cache_dtype="bfloat16", recompute_kv=False,
   )
+  config.sample.temperature_ladder = ()  # as (0.7, 1.0): searchers in turn, a ladder of exploration
   config.loss = dict(name="tb_vargrad", beta_init=0.014, beta_final=0.004, beta_decay_steps=500)
   config.buffer = dict(
-    capacity=200_000, capacity_per_prompt=100, recent_fraction=0.95, priority="uniform", priority_temperature=1.0,
+    capacity=200_000, capacity_per_prompt=100, recent_fraction=0.95,
+    order="tba", priority="uniform", priority_temperature=1.0,
     fill_responses=500, dedup=True, max_uses=0, max_staleness=-1,
   )
   config.sync = dict(every_steps=2, max_lead_steps=-1)
   config.devices = dict(trainer=0, searchers=0, per_searcher=0, share=False)
-  config.runtime = dict(mode="async", backend="local", lag=-1, searcher_restarts=2, stop_timeout_secs=10.0)
+  config.runtime = dict(
+    mode="async", backend="local", lag=-1, searcher_restarts=2, stop_timeout_secs=10.0,
+    replay_order="", hang_secs=900.0,
+  )
   config.eval = dict(every_steps=50, size=0)
   config.checkpoint = dict(every_steps=50, keep=2)
   config.log = dict(rollouts_per_step=4)

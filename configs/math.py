@@ -52,14 +52,18 @@ def get_config(arg=None):
     slots=64, chunk_tokens=64, dtype="bfloat16", truncated="score", in_flight=True,
     lane_samples=1, cache_dtype="bfloat16", recompute_kv=False,
   )
+  config.sample.temperature_ladder = ()  # as (0.7, 1.0): searchers in turn, a ladder of exploration
   config.loss = dict(name="tba_prime_ratio", beta_init=0.005, beta_final=0.005, beta_decay_steps=0)
   config.buffer = dict(
-    capacity=50_000, capacity_per_prompt=64, recent_fraction=1.0, priority="uniform", priority_temperature=1.0,
+    capacity=50_000, capacity_per_prompt=64, recent_fraction=1.0,
+    order="fifo", priority="uniform", priority_temperature=1.0,  # once each, oldest first
     fill_responses=0, dedup=False, max_uses=1, max_staleness=arg.lag,
   )
   config.sync = dict(every_steps=1, max_lead_steps=-1)
   config.devices = dict(trainer=0, searchers=0, per_searcher=arg.per_searcher, share=False)
-  config.runtime = dict(mode="async", backend="local", lag=-1, searcher_restarts=2, stop_timeout_secs=10.0)
+  config.runtime = dict(
+    mode="async", backend="local", lag=-1, searcher_restarts=2, stop_timeout_secs=10.0, replay_order="", hang_secs=900.0,
+  )
   config.eval = dict(every_steps=20, size=0)
   config.checkpoint = dict(every_steps=20, keep=2)
   config.log = dict(rollouts_per_step=4)

@@ -54,14 +54,19 @@ def get_config(arg=None):
     slots=64, chunk_tokens=8, dtype="float32", truncated="zero", in_flight=True,
     lane_samples=1, cache_dtype="float32", recompute_kv=False,
   )
+  config.sample.temperature_ladder = ()  # as (0.7, 1.0): searchers in turn, a ladder of exploration
   config.loss = dict(name="tb_vargrad", beta_init=0.05, beta_final=0.05, beta_decay_steps=0)
   config.buffer = dict(
-    capacity=20_000, capacity_per_prompt=64, recent_fraction=0.95, priority="uniform", priority_temperature=1.0,
+    capacity=20_000, capacity_per_prompt=64, recent_fraction=0.95,
+    order="tba", priority="uniform", priority_temperature=1.0,
     fill_responses=256, dedup=True, max_uses=0, max_staleness=-1,
   )
   config.sync = dict(every_steps=1, max_lead_steps=-1)
   config.devices = dict(trainer=1, searchers=2, per_searcher=1, share=False)  # on CPU: three virtual devices
-  config.runtime = dict(mode="async", backend="local", lag=-1, searcher_restarts=1, stop_timeout_secs=10.0)
+  config.runtime = dict(
+    mode="async", backend="local", lag=-1, searcher_restarts=1, stop_timeout_secs=10.0,
+    replay_order="", hang_secs=300.0,
+  )
   config.eval = dict(every_steps=40, size=512)
   config.checkpoint = dict(every_steps=40, keep=1)  # as often as evaluated, so that the best one is kept too
   config.log = dict(rollouts_per_step=2)

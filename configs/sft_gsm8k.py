@@ -47,14 +47,18 @@ def get_config(arg=None):
     lane_samples=1, cache_dtype="bfloat16", recompute_kv=False,
   )
   config.reference = dict(reset_every_steps=0, ema_decay=0.0)
+  config.sample.temperature_ladder = ()  # as (0.7, 1.0): searchers in turn, a ladder of exploration
   config.loss = dict(name="tb_vargrad", beta_init=0.01, beta_final=0.01, beta_decay_steps=0)
   config.buffer = dict(
-    capacity=1_000, capacity_per_prompt=8, recent_fraction=1.0, priority="uniform", priority_temperature=1.0,
+    capacity=1_000, capacity_per_prompt=8, recent_fraction=1.0, order="tba", priority="uniform", priority_temperature=1.0,
     fill_responses=0, dedup=True, max_uses=0, max_staleness=-1,
   )
   config.sync = dict(every_steps=1, max_lead_steps=1)
   config.devices = dict(trainer=0, searchers=0, per_searcher=0, share=False)
-  config.runtime = dict(mode="lockstep", backend="local", lag=-1, searcher_restarts=0, stop_timeout_secs=10.0)
+  config.runtime = dict(
+    mode="lockstep", backend="local", lag=-1, searcher_restarts=0, stop_timeout_secs=10.0,
+    replay_order="", hang_secs=900.0,
+  )
   config.eval = dict(every_steps=0, size=0)
   config.checkpoint = dict(every_steps=50, keep=1)
   config.log = dict(rollouts_per_step=4)

@@ -61,14 +61,18 @@ def get_config(arg=None):
     lane_samples=1, cache_dtype="bfloat16", recompute_kv=False,
   )
   config.reference = dict(reset_every_steps=0, ema_decay=0.0)  # 50, 0.0: as the paper's TBA'
+  config.sample.temperature_ladder = ()  # as (0.7, 1.0): searchers in turn, a ladder of exploration
   config.loss = dict(name="tb_vargrad", beta_init=1.0, beta_final=0.05, beta_decay_steps=32)
   config.buffer = dict(
-    capacity=200_000, capacity_per_prompt=100, recent_fraction=0.5, priority="reward", priority_temperature=1.0,
+    capacity=200_000, capacity_per_prompt=100, recent_fraction=0.5, order="tba", priority="reward", priority_temperature=1.0,
     fill_responses=10_000, dedup=True, max_uses=0, max_staleness=-1,
   )
   config.sync = dict(every_steps=10, max_lead_steps=-1)
   config.devices = dict(trainer=0, searchers=0, per_searcher=0, share=False)
-  config.runtime = dict(mode="async", backend="local", lag=-1, searcher_restarts=2, stop_timeout_secs=10.0)
+  config.runtime = dict(
+    mode="async", backend="local", lag=-1, searcher_restarts=2, stop_timeout_secs=10.0,
+    replay_order="", hang_secs=900.0,
+  )
   config.eval = dict(every_steps=64, size=512)
   config.checkpoint = dict(every_steps=64, keep=2)
   config.log = dict(rollouts_per_step=4)

@@ -33,7 +33,7 @@ from tba_jax.runtime.reference import Reference
 from tba_jax.runtime.run import RunSettings, StopFlag
 from tba_jax.runtime.trainer import Trainer
 from tba_jax.sampling.engine import Engine
-from tba_jax.searcher import SampleSettings, Searcher, cast
+from tba_jax.searcher import SampleSettings, Searcher, cast, make_decode_layout_scorer
 from tba_jax.tasks import registry
 from tba_jax.tasks.base import Task, TaskSettings, make_reward
 from tba_jax.tokenizer import Tokenizer
@@ -210,34 +210,43 @@ def place_searcher(cfg: ModelConfig, devices: Sequence[jax.Device]) -> Place:
 def build_searchers(
     config: ConfigDict, cfg: ModelConfig, task: Task, params: Any, device_lists: Sequence[Sequence[jax.Device]],
     folder: pathlib.Path
-) -> tuple[WeightStore, list[Searcher], Timeline]:
-  """Weight store, searchers with engines and the reference (version 0) on their devices, and the timeline they write to."""
+) -> tuple[WeightStore, Callable[[int], Searcher], Timeline]:
+  """Weight store, what makes searcher i with an engine and the reference (version 0) on its devices, and the timeline they write to."""
   sample, train, lora = config.sample, config.train, lora_settings(config)
   dtype, timeline = jnp.dtype(sample.dtype), Timeline(folder)
   places = [place_searcher(cfg, devices) for devices in device_lists]
   # A frozen base is never donated: in the right dtype, on the right device, it is the reference.
   reference = params if lora is not None and dtype == param_dtype(config) else cast(params, dtype=dtype)
   references = [jax.device_put(reference, place.reference, may_alias=lora is not None) for place in places]
-  weights = _weight_store(cfg, lora, places, references, dtype)
+  weights = _weight_store(cfg, lora, places, references, dtype, timeout_secs=config.runtime.hang_secs)
   settings = SampleSettings(
       seed=config.seed, num_samples=sample.responses_per_prompt, temperature=sample.temperature,
-      max_new_tokens=sample.max_new_tokens, truncated=sample.truncated, length_buckets=tuple(train.length_buckets))
-  searchers = []
-  for index, place in enumerate(places):
+      max_new_tokens=sample.max_new_tokens, truncated=sample.truncated, length_buckets=tuple(train.length_buckets),
+      hang_secs=config.runtime.hang_secs)
+  ladder = tuple(sample.temperature_ladder) or (sample.temperature,)
+
+  scorers = [make_scorer(config, cfg, place.mesh) for place in places]
+  decode_layout_scorers = [make_decode_layout_scorer(score) for score in scorers]
+
+  def make_searcher(index: int) -> Searcher:
+    place = places[index]
     make_engine = functools.partial(
         Engine, cfg, place.device_or_mesh, slots=sample.slots, max_prompt_tokens=sample.max_prompt_tokens,
         max_new_tokens=sample.max_new_tokens, chunk_tokens=sample.chunk_tokens, stop_ids=task.tokenizer.stop_ids, dtype=dtype,
         log_mu_temperature=sample.temperature, in_flight=sample.in_flight, cache_dtype=jnp.dtype(sample.cache_dtype))
     engine = make_engine(lane_samples=sample.lane_samples, recompute_kv=sample.recompute_kv)
-    searchers.append(Searcher(
+    return Searcher(
         index=index, engine=engine,
         # An evaluation has one sample a prompt, which would leave all but one slot of a lane idle.
-        eval_engine=engine if sample.lane_samples == 1 else make_engine(), slots=sample.slots, score=make_scorer(config, cfg, place.mesh),
+        eval_engine=engine if sample.lane_samples == 1 else make_engine(), slots=sample.slots, score=scorers[index],
+        score_decode_layout=decode_layout_scorers[index],
         reference=references[index], ref_version=0, prompts=task.train_prompts(),
         reward=make_reward(task, place.device_or_mesh, for_eval=False),
         eval_reward=make_reward(task, place.device_or_mesh, for_eval=True), response_text=task.response_text, settings=settings,
-        span=functools.partial(timeline.span, f"searcher{index}")))
-  return weights, searchers, timeline
+        temperature=float(ladder[index % len(ladder)]),
+        span=functools.partial(timeline.span, f"searcher{index}"))
+
+  return weights, make_searcher, timeline
 
 
 def make_scorer(config: ConfigDict, cfg: ModelConfig, mesh: Mesh | None) -> Callable[..., jax.Array]:
@@ -254,11 +263,12 @@ def make_convert(dtype: Any) -> Callable[[Any], Any]:
 
 
 def _weight_store(
-    cfg: ModelConfig, lora: LoraSettings | None, places: Sequence[Place], references: Sequence[Any], dtype: Any
+    cfg: ModelConfig, lora: LoraSettings | None, places: Sequence[Place], references: Sequence[Any], dtype: Any, *,
+    timeout_secs: float,
 ) -> WeightStore:
   """Moves all parameters in the decode layout; or adapters alone, which each searcher merges with its reference."""
   if lora is None:
-    return WeightStore(make_convert(dtype), [place.weights for place in places])
+    return WeightStore(make_convert(dtype), [place.weights for place in places], timeout_secs=timeout_secs)
   abstract = lora_lib.abstract_adapters(cfg, settings=lora)
   merge = functools.partial(lora_lib.merge_unstacked, scale=lora.scale)
   placements, expand = [], []
@@ -266,7 +276,7 @@ def _weight_store(
     on_mesh = place.mesh is not None
     placements.append(sharding.param_shardings(abstract, place.mesh) if on_mesh else place.weights)
     expand.append(functools.partial(jax.jit(merge, out_shardings=place.weights if on_mesh else None), reference))
-  return WeightStore(jax.jit(lambda tree: jax.tree.map(jnp.copy, tree)), placements, expand=expand)
+  return WeightStore(jax.jit(lambda tree: jax.tree.map(jnp.copy, tree)), placements, expand=expand, timeout_secs=timeout_secs)
 
 
 def placements(config: ConfigDict, cfg: ModelConfig, devices: Sequence[jax.Device]) -> list[placement.Placement]:
@@ -306,7 +316,8 @@ def make_step(config: ConfigDict, cfg: ModelConfig, mesh: Mesh) -> tuple[Callabl
       compute_dtype=jnp.dtype(train.compute_dtype), remat=train.remat, micro_batches=train.micro_batches,
       chunk_tokens=train.head_chunk_tokens, backend=train.attention,
       whole_groups_per_micro_batch=whole_groups_per_micro_batch(config),
-      skip_empty_micro_batches=train.packing, lora=lora_settings(config), mesh=mesh)
+      skip_empty_micro_batches=train.packing, lora=lora_settings(config), mesh=mesh,
+      with_residuals=config.buffer.priority == "residual")
   return step, optimizer
 
 
@@ -357,12 +368,12 @@ def build_exchange(config: ConfigDict, num_prompts: int) -> Exchange:
       recent_fraction=config.buffer.recent_fraction, priority=config.buffer.priority,
       priority_temperature=config.buffer.priority_temperature, max_uses=config.buffer.max_uses,
       max_staleness=config.buffer.max_staleness, dedup=config.buffer.dedup and _lag(config) < 0,
-      order="tba" if _lag(config) < 0 else "fifo")
+      order=config.buffer.order if _lag(config) < 0 else "fifo")
   return Exchange(
       ledger=PromptLedger(num_prompts, seed=config.seed), buffer=buffer, groups_per_step=config.train.prompts_per_step,
       responses_per_prompt=config.train.responses_per_prompt,
       fill_responses=config.buffer.fill_responses if _lag(config) < 0 else 0, max_staleness=config.buffer.max_staleness,
-      max_lead_steps=config.sync.max_lead_steps, say=say)
+      max_lead_steps=config.sync.max_lead_steps, hang_secs=config.runtime.hang_secs, say=say)
 
 
 def _lag(config: ConfigDict) -> int:
@@ -377,4 +388,4 @@ def run_settings(config: ConfigDict) -> RunSettings:
       sync_every_steps=1 if _lag(config) >= 0 else config.sync.every_steps, eval_every_steps=config.eval.every_steps,
       checkpoint_every_steps=config.checkpoint.every_steps, max_new_tokens=config.sample.max_new_tokens,
       rollouts_per_step=config.log.rollouts_per_step, searcher_restarts=config.runtime.searcher_restarts,
-      stop_timeout_secs=config.runtime.stop_timeout_secs)
+      replay_order=config.runtime.replay_order, hang_secs=config.runtime.hang_secs, stop_timeout_secs=config.runtime.stop_timeout_secs)

@@ -21,7 +21,7 @@ from tba_jax.config_schema import LINEAR_LAYERS, check_keys, flatten, is_task_fi
 CONFIG_FILE = "config.json"
 
 # What a resumed run may change: nothing that the numbers of a run depend on.
-FREE_ON_RESUME = ("log.", "checkpoint.keep", "runtime.stop_timeout_secs")
+FREE_ON_RESUME = ("log.", "checkpoint.keep", "runtime.stop_timeout_secs", "runtime.hang_secs")
 
 
 class ConfigError(ValueError):
@@ -229,15 +229,21 @@ def _check_loss(c: Mapping[str, Any]) -> Iterator[str]:
   for key in ("loss.beta_init", "loss.beta_final"):
     if spec.positive_beta and c[key] <= 0:
       yield f"{key}={c[key]!r} must be above 0 for loss.name={name!r}, which divides rewards by it; set {key} above 0"
+  ladder = tuple(c["sample.temperature_ladder"])
+  if spec.needs_log_mu and ladder:
+    yield (f"sample.temperature_ladder={ladder} must be () for loss.name={name!r}, which needs ratios to the policy that sampled: they are "
+           "known at sample.temperature alone; use a loss that needs none, for example tb_vargrad")
+  if c["buffer.priority"] == "residual" and not spec.whole_groups and not name.startswith("tb"):
+    yield f"buffer.priority='residual' is of trajectory balance, not of loss.name={name!r}; use buffer.priority=uniform"
   if spec.whole_groups:
     if num_train != c["sample.responses_per_prompt"]:
       yield (f"train.responses_per_prompt={num_train} must equal "
              f"sample.responses_per_prompt={c['sample.responses_per_prompt']} for loss.name={name!r}, which is biased "
              "on parts of a group; make them equal")
-    if c["buffer.dedup"] and _queue_lag(c) < 0:
+    if c["buffer.dedup"] and not _is_queue(c):
       yield (f"buffer.dedup=True must be False for loss.name={name!r}, which is biased on parts of a group; set "
              "buffer.dedup=False")
-    if c["buffer.priority"] != "uniform" and _queue_lag(c) < 0:
+    if c["buffer.priority"] != "uniform" and not _is_queue(c):
       yield (f"buffer.priority={c['buffer.priority']!r} must be 'uniform' for loss.name={name!r}, which is biased on "
              "chosen responses; set buffer.priority=uniform")
 
@@ -248,8 +254,17 @@ def _check_buffer(c: Mapping[str, Any]) -> Iterator[str]:
     yield (f"buffer.capacity_per_prompt={c['buffer.capacity_per_prompt']} must be at least "
            f"train.responses_per_prompt={num_train}, or no prompt ever holds a training group; raise it")
   lag = _queue_lag(c)
+  if c["buffer.order"] == "fifo":
+    yield from _check_once(c, "with buffer.order='fifo'")
+    if c["buffer.dedup"] and lag < 0:
+      yield "buffer.dedup=True must be False with buffer.order='fifo': whole groups are trained on once; set buffer.dedup=False"
+  elif lag >= 0:
+    yield from _check_once(c, f"with runtime.mode={c['runtime.mode']} and a lag of {lag}")
   if lag >= 0:
-    yield from _check_queue(c, lag)
+    needed = (lag + 1) * c["train.prompts_per_step"] * c["sample.responses_per_prompt"]
+    if c["buffer.capacity"] < needed:
+      yield (f"buffer.capacity={c['buffer.capacity']} must hold the {needed} responses of {lag + 1} steps with runtime.mode="
+             f"{c['runtime.mode']} and a lag of {lag}: whole groups are trained on once, in the order they came; raise buffer.capacity")
     return
   needed = max(prompts * num_train, fill)
   if c["buffer.capacity"] < needed:
@@ -265,22 +280,22 @@ def _check_buffer(c: Mapping[str, Any]) -> Iterator[str]:
     yield "sync.max_lead_steps=0 would leave no batch to train on; use 1 or more, or -1 to let searchers run free"
 
 
+def _is_queue(c: Mapping[str, Any]) -> bool:
+  """Whether whole groups are used once, oldest first, in the place of TBA's draw."""
+  return c["buffer.order"] == "fifo" or _queue_lag(c) >= 0
+
+
 def _queue_lag(c: Mapping[str, Any]) -> int:
-  """How many steps' worth of whole groups wait in a queue, which then takes the place of TBA's draw; -1: no queue."""
+  """How many steps' worth of whole groups wait in the queue; -1: no schedule says how many."""
   return 0 if c["runtime.mode"] == "sync" else c["runtime.lag"]
 
 
-def _check_queue(c: Mapping[str, Any], lag: int) -> Iterator[str]:
-  order = "whole groups are trained on once, in the order they came"
-  why = f"with runtime.mode={c['runtime.mode']} and a lag of {lag}: {order}"
+def _check_once(c: Mapping[str, Any], when: str) -> Iterator[str]:
+  why = f"{when}: whole groups are trained on once, in the order they came"
   if c["buffer.priority"] != "uniform":
     yield f"buffer.priority={c['buffer.priority']!r} must be 'uniform' {why}; set buffer.priority=uniform"
   if c["buffer.max_uses"] > 1:
     yield f"buffer.max_uses={c['buffer.max_uses']} must be 0 or 1 {why}; set buffer.max_uses=0"
-  needed = (lag + 1) * c["train.prompts_per_step"] * c["sample.responses_per_prompt"]
-  if c["buffer.capacity"] < needed:
-    yield (f"buffer.capacity={c['buffer.capacity']} must hold the {needed} responses of {lag + 1} steps {why}; raise "
-           "buffer.capacity")
 
 
 def _check_runtime(c: Mapping[str, Any]) -> Iterator[str]:
@@ -297,6 +312,38 @@ def _check_runtime(c: Mapping[str, Any]) -> Iterator[str]:
   elif mode != "sync" and 0 <= limit < every - 1:
     yield (f"buffer.max_staleness={limit} must be at least {every - 1} (sync.every_steps {every} - 1): the run would "
            "deadlock, for searchers may start nothing until new weights come; raise it, or sync more often")
+
+
+def _check_replay(c: Mapping[str, Any]) -> Iterator[str]:
+  source = c["runtime.replay_order"]
+  if not source:
+    return
+  if c["runtime.mode"] != "lockstep" or c["runtime.lag"] >= 0:
+    yield f"runtime.replay_order={source!r} needs runtime.mode=lockstep and runtime.lag=-1; set them"
+  if c["sample.in_flight"]:
+    yield (f"runtime.replay_order={source!r} needs sample.in_flight=False, there and here: weights that arrive within a response arrive "
+           "at another token each time")
+  if tuple(c["sample.temperature_ladder"]):
+    yield f"runtime.replay_order={source!r} samples on one searcher; set sample.temperature_ladder=(), there and here"
+  if c["reference.reset_every_steps"]:
+    yield f"runtime.replay_order={source!r} does not know which group met which reference; set reference.reset_every_steps=0, there and here"
+  if c["buffer.priority"] == "residual":
+    yield f"runtime.replay_order={source!r} does not know when residuals were handed back; use another buffer.priority"
+  folder = pathlib.Path(source).expanduser()
+  missing = [name for name in (CONFIG_FILE, "consumption.jsonl") if not (folder / name).is_file()]
+  if missing:
+    yield f"runtime.replay_order={source!r} has no {missing[0]}; give the workdir of an async run"
+    return
+  try:
+    theirs = flatten(json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")))
+  except ValueError as error:
+    yield f"{folder / CONFIG_FILE} is not valid JSON ({error}); give the workdir of an async run"
+    return
+  ours = flatten(json.loads(to_json(c)))
+  free = ("runtime.", "log.", "checkpoint.", "devices.")
+  for name in sorted(name for name in theirs.keys() | ours.keys() if not name.startswith(free)):
+    if theirs.get(name) != ours.get(name):
+      yield f"{name}={ours.get(name)!r} must be {theirs.get(name)!r}, as in runtime.replay_order={source!r}; set it"
 
 
 def _check_backend(c: Mapping[str, Any]) -> Iterator[str]:
@@ -433,7 +480,7 @@ def validate(config: Mapping[str, Any], *, num_devices: int, platform: str) -> N
   wrong = check_keys(flat)
   problems = list(wrong.values())
   checks = (_check_batch, _check_schedule, _check_optimizer, _check_fine_tuning, _check_lora, _check_reference, _check_loss,
-            _check_buffer, _check_runtime, _check_backend, _check_model, _check_data,
+            _check_buffer, _check_runtime, _check_replay, _check_backend, _check_model, _check_data,
             lambda c: _check_attention(c, platform), lambda c: _check_devices(c, num_devices, platform))
   for check in checks:
     try:

@@ -109,6 +109,10 @@ SCHEMA: dict[str, Rule] = {
   "sample.max_prompt_tokens": _integer(1),
   "sample.max_new_tokens": _integer(1),
   "sample.temperature": _number(0, above=True),
+  # Searcher i samples at temperature i of these, in turn: a ladder of exploration. (): all at sample.temperature.
+  "sample.temperature_ladder": Rule(
+    tuple, lambda value: all(type(v) in (float, int) and 0 < v < math.inf for v in value),
+    "a tuple of temperatures above 0, as (0.7,1.0); () for none"),
   "sample.slots": _integer(1),
   "sample.chunk_tokens": _integer(1),
   "sample.dtype": _DTYPE,
@@ -124,7 +128,9 @@ SCHEMA: dict[str, Rule] = {
   "buffer.capacity": _integer(2, 2**31 - 1),  # responses
   "buffer.capacity_per_prompt": _integer(2),
   "buffer.recent_fraction": _number(0, 1),  # the paper's m
-  "buffer.priority": _one_of("uniform", "reward"),
+  # Which groups a step draws: as TBA does, or whole sampling groups, each once, oldest first. A lag or sync mode means the latter.
+  "buffer.order": _one_of("tba", "fifo"),
+  "buffer.priority": _one_of("uniform", "reward", "residual"),
   "buffer.priority_temperature": _number(0, above=True),
   "buffer.fill_responses": _integer(0),  # in the buffer before the first step
   "buffer.dedup": _BOOLEAN,
@@ -138,8 +144,11 @@ SCHEMA: dict[str, Rule] = {
   "devices.share": _BOOLEAN,
   "runtime.mode": _one_of("async", "lockstep", "sync"),
   "runtime.backend": _one_of("local", "ray"),
+  # Folder of an async run whose order of consumption is followed in lockstep; "": none.
+  "runtime.replay_order": _ANY_STRING,
   "runtime.lag": _integer(-1, or_else="-1: the draw of TBA"),
-  "runtime.searcher_restarts": _integer(0),
+  "runtime.searcher_restarts": _integer(0),  # of searchers that raised or hang, over the run
+  "runtime.hang_secs": _number(0, above=True),  # for an engine step, a group's grading, a wait; twice that for an optimizer step
   "runtime.stop_timeout_secs": _number(0, above=True),
   "eval.every_steps": _integer(0, or_else="0: only before and after"),
   "eval.size": _integer(0, or_else="0: the whole split"),

@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tba_jax import sharding
 from tba_jax.losses import diagnostics
 from tba_jax.losses.registry import LossFn
+from tba_jax.losses.trajectory_balance import scaled_residuals
 from tba_jax.models import lora as lora_lib
 from tba_jax.models import transformer
 from tba_jax.models.heads import token_logprobs
@@ -226,6 +227,7 @@ def make_train_step(
   backend: str = "xla",
   lora: lora_lib.LoraSettings | None = None,
   mesh: Mesh | None = None,
+  with_residuals: bool = False,
 ) -> Callable[..., tuple[TrainState, Metrics]]:
   """Jitted `step(state, batch, beta) -> (state, metrics)`; the state is donated, beta is a float32 scalar.
 
@@ -252,6 +254,8 @@ def make_train_step(
     backend: of attention, see `models.attention`.
     lora: train adapters of these settings on a frozen base.
     mesh: from `sharding.make_mesh`.
+    with_residuals: add to the metrics "residuals_N", float32 [N]: |log Z - delta| of each response before the update,
+      nats, 0 where not valid; for a replay buffer that draws by it.
   Metrics: loss; grad_norm before clipping; param_norm after, and update_norm of, the update (0 if skipped);
     learning_rate; beta; entropy (nats, mean over response tokens of valid responses); skipped (1 if loss or gradient
     norm was not finite); and the loss's own.
@@ -276,6 +280,7 @@ def make_train_step(
     skip_empty=skip_empty_micro_batches,
     constrain_grads=_grad_constraint(mesh),
     mesh=mesh,
+    with_residuals=with_residuals,
   )
 
   def step(state: TrainState, batch: Batch, beta: Any, *frozen: Any) -> tuple[TrainState, Metrics]:
@@ -312,6 +317,7 @@ def _gradients(
   skip_empty: bool,
   constrain_grads: Callable[[Any], Any],
   mesh: Mesh | None,
+  with_residuals: bool,
 ) -> tuple[Any, Metrics]:
   """Gradient of the whole batch's loss by the parameters, and the loss, the entropy and the loss's metrics."""
 
@@ -351,8 +357,10 @@ def _gradients(
   # Metrics need not add up over parts (maxima, quantiles): they are taken once, of the whole batch, which costs no pass
   # of the model.
   loss, metrics = loss_fn(log_pi, batch, beta=beta)
+  residuals = {"residuals_N": jnp.abs(scaled_residuals(log_pi, batch, beta=beta)) / beta} if with_residuals else {}
   return constrain_grads(grads), {
     **diagnostics.finish_metrics(metrics),
+    **residuals,
     "loss": loss,
     "entropy": _mean_over_response_tokens(entropy, batch),
   }

@@ -11,7 +11,7 @@ import pathlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,12 +67,22 @@ class Timeline:
       yield
     finally:
       with self._lock:
-        done = self._open.pop(number)._replace(end_secs=self._clock())
-        self._spans.append(done)
-        if self._file is not None and not self._file.closed:
-          start, end = self._epoch_secs + done.start_secs, self._epoch_secs + done.end_secs
-          self._file.write(to_json_line({"actor": actor, "kind": kind, "start_secs": start, "end_secs": end, **more}))
-          self._file.flush()
+        if number in self._open:
+          self._end(number, more)
+
+  def end_open(self, actor: str) -> None:
+    """Ends the actor's open spans now: it was given up, and may never leave them."""
+    with self._lock:
+      for number in [number for number, span in self._open.items() if span.actor == actor]:
+        self._end(number, {})
+
+  def _end(self, number: int, more: Mapping[str, Any]) -> None:
+    done = self._open.pop(number)._replace(end_secs=self._clock())
+    self._spans.append(done)
+    if self._file is not None and not self._file.closed:
+      start, end = self._epoch_secs + done.start_secs, self._epoch_secs + done.end_secs
+      self._file.write(to_json_line({"actor": done.actor, "kind": done.kind, "start_secs": start, "end_secs": end, **more}))
+      self._file.flush()
 
   def intervals(self, actors: Collection[str], kinds: Collection[str]) -> np.ndarray:
     """Times [N, 2] (start, end) at which any of the actors did any of the kinds: disjoint and ascending."""
@@ -85,6 +95,21 @@ class Timeline:
   def busy_secs(self, actors: Collection[str], kinds: Collection[str]) -> float:
     """Seconds in which at least one of the actors did one of the kinds."""
     return total_secs(self.intervals(actors, kinds))
+
+  def shares(self, actors: Sequence[str], *, since_secs: float, but: Collection[str] = ()) -> dict[str, float]:
+    """Share of the time since `since_secs` (on the timeline's clock) that an actor spent in each kind, on average; nested kinds overlap.
+
+    Args:
+      but: kinds that are left out.
+    """
+    with self._lock:
+      now = self._clock()
+      secs: Counter[str] = Counter()
+      for span in (*self._spans, *self._open.values()):
+        if span.actor in actors and span.kind not in but:
+          secs[span.kind] += max(0.0, min(span.end_secs, now) - max(span.start_secs, since_secs))
+    whole = len(actors) * (now - since_secs)
+    return {kind: secs[kind] / whole for kind in sorted(secs)} if whole > 0 else {}
 
   def busy_overlap(
     self, actor: str, kinds: Collection[str], *, other_actors: Collection[str], other_kinds: Collection[str]
@@ -149,6 +174,22 @@ def total_secs(intervals: np.ndarray) -> float:
 # --- Staleness and waits ---
 
 
+_CLEAR = 0.05  # a side that waits for less than this share of the time hardly waits
+
+
+def bottleneck(trainer_waits: float, searchers_wait: float) -> str:
+  """Who holds up whom, by the share of the time that each side waits for the other, as one line to read.
+
+  Where neither waits, searchers run free: what they sample beyond the trainer's need is no waiting, so the trainer is the limit.
+  """
+  if trainer_waits < _CLEAR and searchers_wait < _CLEAR:
+    return f"the trainer: it waits for {trainer_waits:.0%} of the time, searchers for {searchers_wait:.0%}; nobody idles"
+  slow, fast, share = ("searchers", "the trainer waits", trainer_waits) if trainer_waits >= searchers_wait else (
+      "the trainer", "searchers wait", searchers_wait)
+  other = f"searchers for {searchers_wait:.0%}" if slow == "searchers" else f"the trainer for {trainer_waits:.0%}"
+  return f"{slow}: {fast} for {share:.0%} of the time, {other}"
+
+
 class StalenessStats:
   """Exact histogram of the staleness (optimizer updates) of every response trained on."""
 
@@ -181,6 +222,11 @@ class StalenessStats:
       "staleness_p95": float(p95),
       "staleness_max": float(values[-1]),
     }
+
+  def histogram(self) -> dict[str, int]:
+    """Responses trained on, by staleness; keys are numbers as text, ascending."""
+    with self._lock:
+      return {str(value): self._counts[value] for value in sorted(self._counts)}
 
   def state_dict(self) -> dict[str, list[int]]:
     """JSON-able; `load_state_dict` continues from it."""

@@ -30,7 +30,7 @@ RESULT_KEYS = (
   "accuracy_before", "accuracy_after", "eval_size", "wall_seconds", "train_seconds", "steps", "rollouts",
   "rollouts_per_second", "trained_tokens", "trained_tokens_per_second", "generated_tokens", "staleness_mean",
   "staleness_p95", "staleness_max", "trainer_wait_seconds", "searcher_wait_seconds", "logprob_gap_max", "seed", "mode",
-  "loss",
+  "loss", "bottleneck",
 )
 
 
@@ -366,11 +366,12 @@ def results_table(results: Mapping[str, Any]) -> str:
      " / ".join((number("staleness_mean", ".2f"), number("staleness_p95", "g"), number("staleness_max", "g")))),
     ("trainer waited (s)", number("trainer_wait_seconds", ".1f")),
     ("searchers waited (s, summed)", number("searcher_wait_seconds", ".1f")),
+    ("bottleneck", results["bottleneck"]),
   )
   title = f"{results['loss']}, {results['mode']}, seed {results['seed']}"
   table = rich.table.Table("", "value", title=title, box=rich.box.ASCII, title_justify="left")
   for row in rows:
     table.add_row(*row)
   text = io.StringIO()
-  rich.console.Console(file=text, width=100, no_color=True).print(table)
+  rich.console.Console(file=text, width=120, no_color=True).print(table)
   return text.getvalue()

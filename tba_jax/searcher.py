@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tba_jax.deadlines import Caller, Heartbeat
 from tba_jax.models import transformer
 from tba_jax.sampling.engine import Engine, SampledGroup, SampleRequest, sample_keys
 from tba_jax.tasks.base import GroupReward, Responses
@@ -38,6 +39,7 @@ class SampleSettings:
   max_new_tokens: int
   truncated: str  # what a response without a stop token earns: "score" (graded as it is), "zero", "mask" (the row is left out)
   length_buckets: tuple[int, ...]  # row lengths at which groups are scored
+  hang_secs: float  # after which the grading of a group is given up
 
 
 @dataclasses.dataclass
@@ -67,12 +69,16 @@ class Searcher:
 
   Args:
     engine: for this searcher alone; it has this many `slots`. eval_engine: the same, or another for evaluations.
-    score: (stacked params, tokens, positions, segment_ids) -> log_p; the trainer's scoring function.
+    score: (stacked params, tokens, positions, segment_ids) -> log_p; the trainer's scoring function, jitted.
+    score_decode_layout: the same of parameters in the engine's layout, see `make_decode_layout_scorer`.
     reference: parameters of the frozen reference, stacked, on this searcher's devices.
     prompts: of the task, by prompt id.
     reward: of groups sampled here; `eval_reward` of the evaluations that this searcher is given.
     response_text: token ids up to the stop token -> text that is graded.
+    temperature: at which this searcher samples; log_mu is at the settings' temperature nevertheless, as log_pi and log_ref are.
     span: `with span(kind)` around each stretch of work, for the timeline.
+
+  `heartbeat` says what is being done, so that others can see a searcher that hangs.
   """
 
   def __init__(
@@ -83,6 +89,7 @@ class Searcher:
       eval_engine: Engine,
       slots: int,
       score: Score,
+      score_decode_layout: Score,
       reference: Any,
       ref_version: int,
       prompts: Sequence[Prompt],
@@ -90,18 +97,19 @@ class Searcher:
       eval_reward: GroupReward,
       response_text: Callable[[Sequence[int]], str],
       settings: SampleSettings,
+      temperature: float,
       span: Callable[[str], Any],
   ):
-    self.index = index
+    self.index, self.heartbeat = index, Heartbeat(f"searcher{index}")
     self.engine, self._eval_engine, self._slots = engine, eval_engine, slots
     self.counts = SearcherCounts()
-    self._score, self._score_decode_layout = score, jax.jit(lambda params, *rows: score(restack(params), *rows))
+    self._score, self._score_decode_layout = score, score_decode_layout
     self._reference = (reference, ref_version)
     self._programs: dict[tuple[Score, int], Any] = {}  # compiled scores by the length of their rows
     self._prompts, self._reward, self._response_text = prompts, reward, response_text
     self.eval_reward = eval_reward
-    self._settings = settings
-    self._span = span
+    self._settings, self._temperature = settings, temperature
+    self._span, self._grader = span, Caller(f"grader{index}")
     self._given: Weights | None = None  # the newest the engine was given; in effect when the engine's version says so
 
   @property
@@ -118,6 +126,10 @@ class Searcher:
   def set_reference(self, reference: Any, ref_version: int) -> None:
     """From now on groups are scored by this reference; may be called from another thread."""
     self._reference = (reference, ref_version)
+
+  def use_programs_of(self, other: Searcher) -> None:
+    """Takes over what another one on the same devices has compiled."""
+    self._programs = other._programs
 
   def _compile_scores(self, decode_params: Any) -> None:
     """Compiles the scoring programs for every shape of a group, so that none is compiled while the run goes on."""
@@ -158,7 +170,7 @@ class Searcher:
     self._given = None
 
   def warmup(self) -> None:
-    """Compiles what the engines can ever call; needs weights."""
+    """Compiles every program by running it on nothing; needs weights. After this a step is never long because of a compiler."""
     self.engine.warmup()
     if self._eval_engine is not self.engine:
       self.engine.release()
@@ -184,18 +196,33 @@ class Searcher:
     s = self._settings
     keys = sample_keys(s.seed, occurrence=occurrence.occurrence, attempt=occurrence.attempt, num_samples=s.num_samples)
     self.engine.submit(SampleRequest(
-        tag=occurrence, prompt=self._prompts[occurrence.prompt_id].tokens, keys=keys, temperature=s.temperature,
+        tag=occurrence, prompt=self._prompts[occurrence.prompt_id].tokens, keys=keys, temperature=self._temperature,
         max_new_tokens=s.max_new_tokens))
 
   def step(self) -> list[tuple[Occurrence, RolloutGroup | None]]:
-    """Decodes one chunk; grades and scores the groups that it finished. None: fewer than 2 usable rows, the prompt is skipped."""
-    with self._span("decode"):
+    """Decodes one chunk; grades and scores the groups that it finished. None: fewer than 2 usable rows, the prompt is skipped.
+
+    Raises: deadlines.Hung if the grading of a group does not come back; whatever grading raises. The groups that the chunk
+      finished are then lost to the engine: whoever drives this searcher knows which occurrences it has started.
+    """
+    with self._doing("decode"):
       sampled = self.engine.step()
     return [(group.tag, self._finish(group)) for group in sampled]
 
-  def abandon(self) -> list[Occurrence]:
-    """Drops what is under way and says whose it was."""
-    return list(self.engine.cancel())
+  @contextlib.contextmanager
+  def _doing(self, kind: str) -> Iterator[None]:
+    self.heartbeat.beat(kind)
+    with self._span(kind):
+      yield
+    self.heartbeat.beat(f"after {kind}")
+
+  def abandon(self) -> None:
+    """Drops what is under way."""
+    self.engine.cancel()
+
+  def close(self) -> None:
+    """Ends the grader's thread."""
+    self._grader.close()
 
   def logprob_gap(self, group: RolloutGroup) -> LogprobGap | None:
     """Scores a group by the trainer's path at the weights that sampled it; None if they are not at hand any more."""
@@ -212,9 +239,11 @@ class Searcher:
     self.counts.rollouts += len(sampled.lengths)
     self.counts.generated_tokens += int(sampled.lengths.sum())
     self.counts.truncated += int(sampled.truncated.sum())
-    with self._span("grade"):
+    with self._doing("grade"):
       texts = [self._response_text(row[:n]) for row, n in zip(sampled.tokens, sampled.lengths)]
-      rewards = self._grade(prompt, texts, sampled)
+      rewards = self._grader.call(
+          lambda: self._grade(prompt, texts, sampled), secs=self._settings.hang_secs,
+          what=f"the reward of prompt {prompt.prompt_id} (occurrence {occurrence.occurrence})")
     keep = np.isfinite(rewards)
     self.counts.bad_rewards += int((~keep).sum())
     if self._settings.truncated == "mask":
@@ -224,7 +253,7 @@ class Searcher:
       self.counts.dropped_groups += 1
       return None
     reference, ref_version = self._reference
-    with self._span("score"):
+    with self._doing("score"):
       log_ref = self._score_rows(self._score, reference, prompt.tokens, sampled.tokens, sampled.lengths)
     longest = int(sampled.lengths[keep].max())
     return RolloutGroup(
@@ -272,6 +301,11 @@ def response_rows(prompt: np.ndarray, tokens: np.ndarray, lengths: np.ndarray, *
   at = np.arange(bucket, dtype=np.int32)
   real = at < totals[:, None]
   return np.where(real, rows, 0), np.where(real, at, 0).astype(np.int32), real.astype(np.int32)
+
+
+def make_decode_layout_scorer(score: Score) -> Score:
+  """`score` of parameters in the decode layout, jitted."""
+  return jax.jit(lambda params, *rows: score(restack(params), *rows))
 
 
 def restack(decode_params: Any) -> Any:

@@ -7,10 +7,12 @@ checkpoint is resumed), after or in the middle of fine-tuning (version 0, or the
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import pathlib
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,10 +22,12 @@ from ml_collections import ConfigDict
 from tba_jax import build, metrics, sharding
 from tba_jax import config as config_lib
 from tba_jax.checkpoints.run_state import RunState
+from tba_jax.deadlines import Heartbeat, Watchdog
 from tba_jax.meters import WaitMeter
 from tba_jax.runtime.local import run_async
 from tba_jax.runtime.lockstep import run_lockstep
-from tba_jax.runtime.run import Run, StopFlag
+from tba_jax.runtime.order import OrderLog, run_replay
+from tba_jax.runtime.run import Run, RunSettings, StopFlag
 from tba_jax.workdir import as_config_error, say, stop_on_signals, workdir_of_this_run
 
 DONE, FAULT = 0, 1
@@ -63,7 +67,7 @@ def _run(config: ConfigDict, folder: pathlib.Path, stop: StopFlag, stack: contex
        f"{len(searcher_devices)} searchers" + (", shared" if counts.share else ""))
 
   # --- Model, task, version 0 ---
-  run_state = RunState(folder, keep=config.checkpoint.keep)
+  run_state = RunState(folder, keep=config.checkpoint.keep, timeout_secs=config.runtime.hang_secs)
   stack.callback(run_state.close)
   built = build.build_model_and_task(config, folder, mesh, run_state, stop)
   if built is None:
@@ -73,8 +77,8 @@ def _run(config: ConfigDict, folder: pathlib.Path, stop: StopFlag, stack: contex
   eval_prompts = task.eval_prompts()[: config.eval.size or None]
 
   # --- Searchers: reference, engines ---
-  weights, searchers, timeline = build.build_searchers(config, cfg, task, params, searcher_devices, folder)
-  stack.callback(weights.close)
+  weights, make_searcher, timeline = build.build_searchers(config, cfg, task, params, searcher_devices, folder)
+  searchers = [make_searcher(index) for index in range(len(searcher_devices))]
   stack.callback(timeline.close)
 
   # --- Trainer, buffer, books ---
@@ -91,14 +95,24 @@ def _run(config: ConfigDict, folder: pathlib.Path, stop: StopFlag, stack: contex
   progress = metrics.Progress(config.train.steps, start_step=max(0, steps_done))
   for closes in (writer, rollouts, progress):
     stack.callback(closes.close)
+  run_state.say = progress.message
+  order_log = OrderLog(folder) if config.runtime.mode == "async" else None
   the_run = Run(
-      settings=build.run_settings(config), task=task, eval_prompts=eval_prompts, trainer=trainer, reference=reference, searchers=searchers, exchange=exchange,
-      weights=weights, run_state=run_state, writer=writer, rollouts=rollouts, timeline=timeline, waits=WaitMeter(),
+      settings=build.run_settings(config), task=task, eval_prompts=eval_prompts, trainer=trainer, reference=reference,
+      searchers=searchers, make_searcher=make_searcher, exchange=exchange, weights=weights, run_state=run_state, writer=writer,
+      rollouts=rollouts, timeline=timeline, waits=WaitMeter(),
       progress=progress, stop=stop, began=began)
   if snapshot is not None:
+    if config.runtime.replay_order:
+      raise config_lib.ConfigError([f"runtime.replay_order={config.runtime.replay_order!r} is followed from the first event on, which "
+                                    f"{folder} is beyond; give another --workdir"])
     the_run.resume(snapshot)
     progress.message(f"resumed at step {the_run.step} of {config.train.steps}, version {trainer.version}")
-  else:
+  if order_log is not None:
+    stack.callback(order_log.close)
+    order_log.cut(exchange.num_events)
+    exchange.on_event = order_log.write
+  if snapshot is None:
     the_run.publish(wait=True)
 
   # --- Compile, drive ---
@@ -118,21 +132,36 @@ def _run(config: ConfigDict, folder: pathlib.Path, stop: StopFlag, stack: contex
 
 def _drive(the_run: Run, folder: pathlib.Path) -> int:
   """Runs to the end, to a stop or to a fault; a checkpoint is written in each case."""
-  driver = run_async if the_run.settings.mode == "async" else run_lockstep
-  try:
-    driver(the_run)
-    the_run.weights.join()
-    code = DONE
-  except Exception as error:  # the run's last word on any fault: what happened, a checkpoint, exit code 1
-    the_run.progress.message("".join(traceback.format_exception(error)).rstrip())
-    the_run.progress.message(f"error: {error}")
-    code = FAULT
-  if the_run.step > 0 or the_run.totals.last_eval_step >= 0:
-    the_run.save(wait=True)
+  threads = the_run.settings.mode == "async"
+
+  def main_thread() -> list[Heartbeat]:
+    return [the_run.heartbeat] + ([] if threads else [searcher.heartbeat for searcher in the_run.searchers])
+
+  with Watchdog(main_thread, secs=2 * the_run.settings.hang_secs, say=the_run.progress.message):
+    try:
+      _driver(the_run.settings)(the_run)
+      the_run.weights.join()
+      code = DONE
+    except Exception as error:  # the run's last word on any fault: what happened, a checkpoint, exit code 1
+      the_run.progress.message("".join(traceback.format_exception(error)).rstrip())
+      the_run.progress.message(f"error: {error}")
+      code = FAULT
+    if the_run.step > 0 or the_run.totals.last_eval_step >= 0:
+      failed = the_run.run_state.num_failed
+      the_run.save(wait=True)
+      code = FAULT if the_run.run_state.num_failed > failed else code
+  for searcher in the_run.searchers:
+    searcher.close()
   if code == FAULT or the_run.stop.is_set():
     reason = "a fault" if code == FAULT else the_run.stop.reason
     the_run.progress.message(f"stopped at step {the_run.step} by {reason}; the same command resumes from {folder}")
   return code
+
+
+def _driver(settings: RunSettings) -> Callable[[Run], None]:
+  if settings.replay_order:
+    return functools.partial(run_replay, source=pathlib.Path(settings.replay_order).expanduser())
+  return run_async if settings.mode == "async" else run_lockstep
 
 
 def _like(tree: Any) -> Any:

@@ -2,19 +2,23 @@
 
 What is moved need not be what is sampled with: adapters are moved alone, and merged on each searcher's own devices.
 
-`publish` is dispatched before the next optimizer step, which donates the trainer's buffers, and always makes buffers of its own. A
+The conversion is dispatched before the next optimizer step, which donates the trainer's buffers, and always makes buffers of its own;
+the move is made by a thread beside the trainer's. One transfer is under way at a time, so that a searcher's devices hold at most two
+versions: the one in use and the one that arrives. A
 searcher sees all of version v or all of version w, never a mixture, and a version is visible only after its transfer has succeeded:
 a failed transfer raises in the trainer and leaves the searchers on the weights, and the label, that they have.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import threading
 from typing import Any, Callable, Sequence
 
 import jax
+import numpy as np
+
+from tba_jax.deadlines import Hung, join_thread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,12 +33,28 @@ class Weights:
   moved: Any
 
 
+class _Transfer:
+  """A move under way in a thread of its own, which does not keep a process alive that is to end."""
+
+  def __init__(self, move: Callable[[], None], version: int):
+    self.version, self.error, self._move = version, None, move
+    self.thread = threading.Thread(target=self._run, name="weights", daemon=True)
+    self.thread.start()
+
+  def _run(self) -> None:
+    try:
+      self._move()
+    except BaseException as error:  # raised by whoever joins
+      self.error = error
+
+
 class WeightStore:
   """The newest published weights of every searcher.
 
   Args:
     convert: params of the trainer -> params in the searcher's layout and dtype, jitted, on the trainer's devices.
     placements: for each searcher, what `jax.device_put` takes as the place of the converted tree (a device, a sharding or a tree).
+    timeout_secs: longest wait for a transfer.
     expand: for each searcher, moved tree -> parameters that it samples with, on its devices. Default: the moved tree.
   """
 
@@ -43,42 +63,52 @@ class WeightStore:
       convert: Callable[[Any], Any],
       placements: Sequence[Any],
       *,
+      timeout_secs: float,
       expand: Sequence[Callable[[Any], Any]] | None = None,
   ):
-    self._convert = convert
-    self._placements = list(placements)
+    self._convert_abstractly = convert
+    # The product is there for XLA's CPU backend alone: a program without arithmetic counts as cheap there and is run by the caller
+    # before it returns, which for a model's worth of copies would be the trainer's time.
+    self._convert_dispatched = jax.jit(lambda tree, few: (convert(tree), few @ few))
+    self._placements, self._timeout_secs = list(placements), timeout_secs
     self._expand = list(expand) if expand is not None else [lambda moved: moved] * len(self._placements)
     self._lock = threading.Lock()
     self._latest: list[Weights | None] = [None] * len(self._placements)
-    self._mover = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="weights")
-    self._moving: concurrent.futures.Future | None = None
+    self._moving: _Transfer | None = None
 
   def publish(self, params: Any, version: int, *, wait: bool = False) -> None:
     """Starts the move of `params` to all searchers; with `wait`, returns when they are there.
 
-    Raises: what the previous transfer, or with `wait` this one, failed with.
+    Raises: what the previous transfer, or with `wait` this one, failed with; Hung if it takes longer than the deadline.
     """
     self.join()
-    moved = self._dispatch(params)
-    self._moving = self._mover.submit(self._finish, moved, version)
+    converted = self._convert(params)
+    self._moving = _Transfer(lambda: self._move(converted, version), version)
     if wait:
       self.join()
 
-  def pin(self, params: Any, version: int, *, searcher: int) -> Weights:
-    """A private copy on one searcher, as for an evaluation at a fixed version; what is published stays as it is."""
-    moved = jax.device_put(self._convert(params), self._placements[searcher], may_alias=False)
-    return Weights(version, self._expand[searcher](moved), moved)
+  def pin(self, params: Any, version: int, *, searcher: int) -> Callable[[], Weights]:
+    """A private copy for one searcher, as for an evaluation at a fixed version; what is published stays as it is.
+
+    Returns: what moves it there and gives it, for the searcher's thread to call; `params` may be donated before that.
+    """
+    converted = self._convert(params)
+
+    def move() -> Weights:
+      moved = jax.device_put(converted, self._placements[searcher], may_alias=False)
+      return Weights(version, self._expand[searcher](moved), moved)
+
+    return move
 
   def adopt(self, moved: Any, version: int) -> None:
     """Puts restored weights in place, as they were moved (`Weights.moved`): a copy for each searcher."""
-    copies = [jax.device_put(moved, place, may_alias=False) for place in self._placements]
-    self._finish(copies, version)
+    self._move(moved, version)
 
   def abstract(self, params: Any, *, searcher: int) -> Any:
     """Shapes, dtypes and shardings of what is moved to one searcher, as a checkpoint is restored to."""
     place = self._placements[searcher]
     sharding = jax.sharding.SingleDeviceSharding(place) if isinstance(place, jax.Device) else place
-    converted = jax.eval_shape(self._convert, params)
+    converted = jax.eval_shape(self._convert_abstractly, params)
     if isinstance(sharding, jax.sharding.Sharding):
       sharding = jax.tree.map(lambda _: sharding, converted)
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), converted, sharding)
@@ -92,21 +122,27 @@ class WeightStore:
     return weights
 
   def join(self) -> None:
-    """Waits for the transfer under way, if any, and raises what it failed with."""
+    """Waits for the transfer under way, if any.
+
+    Raises: what it failed with; Hung if it takes longer than the deadline.
+    """
     moving, self._moving = self._moving, None
-    if moving is not None:
-      moving.result()
+    if moving is None:
+      return
+    if not join_thread(moving.thread, secs=self._timeout_secs):
+      raise Hung(f"weights of version {moving.version} have not arrived at the searchers after {self._timeout_secs:g} s "
+                 f"(thread {moving.thread.name}, runtime.hang_secs={self._timeout_secs:g})")
+    if moving.error is not None:
+      raise moving.error
 
-  def close(self) -> None:
-    self._mover.shutdown(wait=True)
+  def _convert(self, params: Any) -> Any:
+    """Dispatches the conversion and returns at once."""
+    return self._convert_dispatched(params, np.eye(32, dtype=np.float32))[0]
 
-  def _dispatch(self, params: Any) -> list[Any]:
+  def _move(self, converted: Any, version: int) -> None:
     # may_alias=False: where trainer and searcher share a device, a leaf that the conversion leaves alone would otherwise be the
     # trainer's own buffer, which the next optimizer step deletes.
-    converted = self._convert(params)
-    return [jax.device_put(converted, place, may_alias=False) for place in self._placements]
-
-  def _finish(self, moved: list[Any], version: int) -> None:
+    moved = [jax.device_put(converted, place, may_alias=False) for place in self._placements]
     jax.block_until_ready(moved)
     expanded = [expand(tree) for expand, tree in zip(self._expand, moved, strict=True)]
     jax.block_until_ready(expanded)

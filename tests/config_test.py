@@ -17,6 +17,7 @@ from tba_jax.learner import OPTIMIZERS, SCHEDULES
 from tba_jax.losses.registry import LOSSES
 from tba_jax.models.kernels import TRAIN_BACKENDS
 from tba_jax.models.transformer import REMAT_POLICIES
+from tba_jax.replay.checks import ORDERS
 from tba_jax.replay.priorities import PRIORITIES
 from tba_jax.searcher import TRUNCATED_POLICIES
 from tba_jax.tasks.gsm8k import PROMPT_FORMATS
@@ -156,7 +157,8 @@ def test_choices_are_those_of_the_parts_that_take_them():
   assert names["train.attention"] == set(TRAIN_BACKENDS)
   assert names["train.schedule"] == set(SCHEDULES)
   assert names["train.optimizer"] == set(OPTIMIZERS)
-  assert names["buffer.priority"] == set(PRIORITIES) - {"residual"}  # nothing in a run hands residuals back to the buffer yet
+  assert names["buffer.priority"] == set(PRIORITIES)
+  assert names["buffer.order"] == set(ORDERS)
   assert names["sample.truncated"] == set(TRUNCATED_POLICIES)
   assert set(config_schema.TASK_ARGS["gsm8k"]["prompt_format"].names) == set(PROMPT_FORMATS)
 
@@ -243,7 +245,9 @@ def test_adapters_of_the_attention():
   ("runtime.mode", "asnyc", "runtime.mode='asnyc' must be one of async, lockstep, sync; did you mean async?"),
   ("runtime.backend", "slurm", "runtime.backend='slurm' must be one of local, ray"),
   ("buffer.priority", "rewards",
-   "buffer.priority='rewards' must be one of uniform, reward; did you mean reward?"),
+   "buffer.priority='rewards' must be one of uniform, reward, residual; did you mean reward?"),
+  ("sample.temperature_ladder", (0.7, 0.0),
+   "sample.temperature_ladder=(0.7, 0.0) must be a tuple of temperatures above 0, as (0.7,1.0); () for none"),
   ("train.schedule", "cosin",
    "train.schedule='cosin' must be one of constant, linear, cosine, wsd; did you mean cosine?"),
   ("sample.truncated", "drop", "sample.truncated='drop' must be one of score, zero, mask"),
@@ -375,6 +379,14 @@ def test_nearest_right_name(name, line):
   ({"runtime.mode": "lockstep", "runtime.lag": 2, "buffer.capacity": 383},
    "buffer.capacity=383 must hold the 384 responses of 3 steps with runtime.mode=lockstep and a lag of 2: whole groups "
    "are trained on once, in the order they came; raise buffer.capacity"),
+  ({"buffer.order": "fifo"},
+   "buffer.dedup=True must be False with buffer.order='fifo': whole groups are trained on once; set buffer.dedup=False"),
+  ({"buffer.order": "fifo", "buffer.dedup": False, "buffer.priority": "reward"},
+   "buffer.priority='reward' must be 'uniform' with buffer.order='fifo': whole groups are trained on once, in the order they came; "
+   "set buffer.priority=uniform"),
+  ({"loss.name": "tba_prime_ratio", "sample.temperature_ladder": (0.7, 1.0)},
+   "sample.temperature_ladder=(0.7, 1.0) must be () for loss.name='tba_prime_ratio', which needs ratios to the policy that sampled: "
+   "they are known at sample.temperature alone; use a loss that needs none, for example tb_vargrad"),
   ({"sft.warmup_steps": 400},
    "sft.warmup_steps=400 must be less than sft.steps=400, which end in a decay; lower sft.warmup_steps"),
   ({"model.architecture.num_kv_heads": 3},

@@ -11,7 +11,7 @@ import pytest
 
 from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.replay.flow import PromptLedger
-from tba_jax.runtime.exchange import Exchange, NoUsableRollouts
+from tba_jax.runtime.exchange import Exchange, NoUsableRollouts, Stalled
 from tba_jax.types import RolloutGroup
 
 K = 3
@@ -21,7 +21,8 @@ def _exchange(*, order="fifo", **changes):
   max_staleness = changes.get("max_staleness", -1)
   buffer = ReplayBuffer(capacity=1000, capacity_per_prompt=100, max_prompt_tokens=4, max_response_tokens=4, seed=0, recent_fraction=0.5,
                         max_staleness=max_staleness, order=order, dedup=order == "tba")
-  settings = dict(groups_per_step=2, responses_per_prompt=K, fill_responses=0, max_staleness=-1, max_lead_steps=-1, say=lambda text: None)
+  settings = dict(groups_per_step=2, responses_per_prompt=K, fill_responses=0, max_staleness=-1, max_lead_steps=-1, hang_secs=60.0,
+                  say=lambda text: None)
   return Exchange(ledger=PromptLedger(50, seed=0), buffer=buffer, **(settings | changes))
 
 
@@ -90,13 +91,31 @@ def test_a_batch_drawn_ahead_counts_for_the_version_it_will_be_trained_at():
   assert exchange.try_start(version=1) is not None
 
 
-def test_lost_prompts_come_back_first_with_another_attempt():
+def test_a_searcher_given_up_loses_its_prompts_and_brings_and_starts_nothing_more():
   exchange = _exchange()
-  first, second = exchange.try_start(version=0), exchange.try_start(version=0)
-  exchange.give_back([first])
-  again = exchange.try_start(version=0)
+  first, kept, second = (exchange.try_start(version=0, owner=owner) for owner in (1, 2, 1))
+  assert exchange.disown(1) == [first, second]
+  assert exchange.try_start(version=0, owner=1) is None
+  assert exchange.bring(first, _group(first)) is False, "late: its attempt is not waited for any more"
+  again = exchange.try_start(version=0, owner=3)
   assert (again.occurrence, again.prompt_id, again.attempt) == (first.occurrence, first.prompt_id, first.attempt + 1)
-  assert exchange.try_start(version=0).occurrence > second.occurrence
+  assert exchange.bring(first, _group(first)) is False, "the old attempt stays late while the new one is under way"
+  assert exchange.bring(again, _group(again)) is True and exchange.bring(kept, _group(kept)) is True
+  assert exchange.num_late_groups == 2 and exchange.buffer.stats()["added"] == 2 * K
+  assert exchange.try_start(version=0, owner=3).occurrence == second.occurrence
+  ledger = exchange.ledger.stats()
+  assert (ledger["taken"], ledger["finished"], ledger["in_flight"], ledger["requeued"]) == (3, 2, 1, 2)
+
+
+def test_a_trainer_that_nobody_samples_for_is_told_so_in_time():
+  exchange = _exchange(hang_secs=0.3)
+  began = time.monotonic()
+  with pytest.raises(Stalled, match=r"nothing is being sampled .* \(runtime.hang_secs=0.3\): 0 responses have arrived"):
+    exchange.wait_draw(version=0, alive=lambda: None)
+  assert 0.3 <= time.monotonic() - began < 5
+  exchange.try_start(version=0)  # one under way: whoever samples it is watched by its heartbeat, the wait goes on
+  threading.Timer(0.8, exchange.stop).start()
+  assert exchange.wait_draw(version=0, alive=lambda: None) is None
 
 
 def test_a_group_without_usable_rows_is_dropped_not_waited_for():
@@ -141,7 +160,7 @@ def test_a_long_wait_says_what_it_waits_for(monkeypatch):
   _sample(exchange, 2)
   threading.Timer(0.4, exchange.stop).start()
   assert exchange.wait_draw(version=0, alive=lambda: None) is None
-  assert "the trainer has waited" in said[0]
+  assert "the trainer (thread MainThread) has waited" in said[0]
   assert "6 responses have arrived (first batch at 100), 6 are in the buffer (0 duplicates left out), 0 groups are being sampled" in said[0]
 
 

@@ -12,6 +12,7 @@ PACKAGE = pathlib.Path(__file__).resolve().parent.parent / "tba_jax"
 # docs/design.md, section 2. A module may import from those before it; modules of one line may import each other.
 ORDER = (
     ("types",),
+    ("deadlines",),
     ("losses",),
     ("config_schema",),
     ("config",),

@@ -260,7 +260,7 @@ def test_a_store_moves_adapters_and_each_searcher_merges_on_its_own_devices():
   bases = [jax.device_put(base, device) for device in devices]
   merge = jax.jit(functools.partial(lora.merge_unstacked, scale=SOME.scale))
   copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
-  store = WeightStore(copy, devices, expand=[functools.partial(merge, own) for own in bases])
+  store = WeightStore(copy, devices, expand=[functools.partial(merge, own) for own in bases], timeout_secs=60.0)
   store.publish(adapters, 4, wait=True)
   expected = transformer.unstack(lora.merge(base, adapters, scale=SOME.scale))
   for index, device in enumerate(devices):
@@ -271,12 +271,11 @@ def test_a_store_moves_adapters_and_each_searcher_merges_on_its_own_devices():
     assert num_bytes(held.moved) == num_bytes(adapters)
   moved = jax.tree.map(np.asarray, store.latest(0).moved)
   other = lora.init_adapters(CFG, jax.random.key(0), settings=SOME)
-  assert not np.allclose(np.asarray(store.pin(other, 5, searcher=1).params["layers"][0]["attn"]["q"]["kernel"]),
+  assert not np.allclose(np.asarray(store.pin(other, 5, searcher=1)().params["layers"][0]["attn"]["q"]["kernel"]),
                          np.asarray(expected["layers"][0]["attn"]["q"]["kernel"]))
   store.publish(other, 5, wait=True)
   store.adopt(moved, 4)
   assert_close(store.latest(1).params, expected, 1e-6)
-  store.close()
 
 
 def test_planned_bytes():

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from tba_jax.meters import StalenessStats, Timeline, WaitMeter, intersection, total_secs, union
+from tba_jax.meters import StalenessStats, Timeline, WaitMeter, bottleneck, intersection, total_secs, union
 
 
 class _Clock:
@@ -187,3 +187,43 @@ def test_waits_add_up_per_side_also_while_open_and_after_errors():
   with other.waiting("trainer"):
     clock.now += 2
   assert (other.seconds("trainer"), other.seconds("searcher")) == (3, 8)
+
+
+@pytest.mark.parametrize("waits, says", [
+    ((0.43, 0.02), "searchers: the trainer waits for 43% of the time, searchers for 2%"),
+    ((0.01, 0.3), "the trainer: searchers wait for 30% of the time, the trainer for 1%"),
+    ((0.01, 0.0), "the trainer: it waits for 1% of the time, searchers for 0%; nobody idles"),
+])
+def test_the_bottleneck_is_who_is_waited_for(waits, says):
+  assert bottleneck(*waits) == says
+
+
+def test_shares_are_of_the_time_since_and_average_over_actors():
+  clock = _Clock()
+  timeline = Timeline(None, clock=clock)
+  for actor, kind, start, end in (("a", "decode", 0, 4), ("a", "wait", 4, 10), ("b", "decode", 3, 9), ("c", "decode", 0, 10)):
+    clock.now = 1000.0 + start
+    with timeline.span(actor, kind):
+      clock.now = 1000.0 + end
+  clock.now = 1010.0
+  assert timeline.shares(["a", "b"], since_secs=1002.0) == pytest.approx({"decode": (2 + 6) / 16, "wait": 6 / 16})
+  assert timeline.shares(["a", "b"], since_secs=1002.0, but=("wait",)) == pytest.approx({"decode": 8 / 16})
+
+
+def test_an_actor_given_up_is_busy_no_more():
+  clock = _Clock()
+  timeline = Timeline(None, clock=clock)
+  hanging = timeline.span("searcher1", "decode")
+  hanging.__enter__()
+  clock.now += 5
+  timeline.end_open("searcher1")
+  clock.now += 100
+  hanging.__exit__(None, None, None)  # it came back after all
+  assert timeline.busy_secs({"searcher1"}, {"decode"}) == 5
+
+
+def test_the_histogram_counts_responses_by_staleness():
+  stats = StalenessStats()
+  stats.add(np.array([0, 2, 2, 10]))
+  stats.add(np.array([2]))
+  assert stats.histogram() == {"0": 1, "2": 3, "10": 1}

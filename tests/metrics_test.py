@@ -250,6 +250,7 @@ def _results(**changes):
     rollouts=12345, rollouts_per_second=154.3, trained_tokens=98765, trained_tokens_per_second=1234.5,
     generated_tokens=123456, staleness_mean=1.53, staleness_p95=3.0, staleness_max=5.0, trainer_wait_seconds=2.34,
     searcher_wait_seconds=11.0, logprob_gap_max=1e-5, seed=0, mode="async", loss="tb_vargrad",
+    bottleneck="searchers: the trainer waits for 43% of the time, searchers for 2%",
   )
   return {**results, **changes}
 
@@ -280,6 +281,7 @@ def test_table_shows_every_figure():
     "staleness mean / p95 / max (updates)": "1.53 / 3 / 5",
     "trainer waited (s)": "2.3",
     "searchers waited (s, summed)": "11.0",
+    "bottleneck": "searchers: the trainer waits for 43% of the time, searchers for 2%",
   }
   assert "tb_vargrad, async, seed 0" in text
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import pathlib
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +13,7 @@ import numpy as np
 import pytest
 
 from tba_jax.checkpoints import run_state
+from tba_jax.deadlines import Hung
 from tba_jax.types import TrainState
 
 
@@ -19,9 +23,26 @@ def _state(seed: int) -> TrainState:
   return TrainState(params, {"mu": jax.tree.map(lambda x: x * 0.5, params)}, jnp.int32(seed), jnp.int32(seed + 1), jnp.int32(0))
 
 
+def _buffer(step: int) -> dict[str, np.ndarray]:
+  """As ReplayBuffer.state_dict gives: rows 4, 1, 2 hold 2, 3 and 1 tokens; `none` is empty."""
+  lengths = np.array([2, 3, 1], np.int32)
+  rows = np.array([4, 1, 2])
+  tokens = np.arange(6, dtype=np.int32) + step
+  return {"rows": rows, "token_rows": rows, "key": np.array([6, 5, 9]), "length": lengths, "tokens": tokens,
+          "log_mu": tokens * np.float32(0.5), "log_ref": -tokens.astype(np.float32), "none": np.zeros((0, 7), np.float32)}
+
+
 def _snapshot(step: int, published=None) -> run_state.Snapshot:
-  buffer = {"tokens": np.arange(6, dtype=np.int32).reshape(2, 3) + step, "none": np.zeros((0, 7), np.float32)}
-  return run_state.Snapshot(step, _state(step), published, buffer, {"generator": 2**127 + step, "order": [3, 1, 2]})
+  return run_state.Snapshot(step, _state(step), published, _buffer(0), {"generator": 2**127 + step, "order": [3, 1, 2]})
+
+
+def _save(state, snapshot):
+  """As a run does: only the rows that no segment holds yet."""
+  buffer = dict(snapshot.buffer)
+  missing = state.missing(buffer["key"])
+  chosen = np.repeat(missing, buffer["length"])
+  buffer |= {name: buffer[name][chosen] for name in run_state.SEGMENT_COLUMNS} | {"token_rows": buffer["rows"][missing]}
+  state.save(dataclasses.replace(snapshot, buffer=buffer), wait=True)
 
 
 def _like(tree):
@@ -37,7 +58,7 @@ def test_round_trip_is_bitwise(tmp_path, with_published):
   published = {"layers": ({"w": jnp.ones((2, 2), jnp.bfloat16)}, {"w": jnp.zeros((2, 2), jnp.bfloat16)})}
   saved = _snapshot(7, published if with_published else None)
   state = run_state.RunState(tmp_path, keep=2)
-  state.save(saved, wait=True)
+  _save(state, saved)
   state.close()
   got = run_state.RunState(tmp_path, keep=2).restore(_like(saved.train_state), _like(published))
   assert got.step == 7 and got.meta["generator"] == 2**127 + 7 and got.meta["order"] == [3, 1, 2]
@@ -66,7 +87,7 @@ def test_saved_state_does_not_change_when_the_trainer_donates_its_buffers(tmp_pa
 def test_keeps_the_newest_and_the_best(tmp_path):
   state = run_state.RunState(tmp_path, keep=2)
   for step in range(1, 6):
-    state.save(_snapshot(step), wait=True)
+    _save(state, _snapshot(step))
     if step == 2:
       state.mark_best(2)
   state.close()
@@ -76,8 +97,8 @@ def test_keeps_the_newest_and_the_best(tmp_path):
 
 def test_a_damaged_step_falls_back_to_the_one_before_and_says_so(tmp_path, caplog):
   state = run_state.RunState(tmp_path, keep=3)
-  state.save(_snapshot(1), wait=True)
-  state.save(_snapshot(2), wait=True)
+  _save(state, _snapshot(1))
+  _save(state, _snapshot(2))
   state.close()
   for path in pathlib.Path(tmp_path / "checkpoints" / "2" / "train").rglob("*"):
     if path.is_file():
@@ -97,7 +118,7 @@ def test_initial_params_and_params_of_one_step(tmp_path):
   assert state.has_initial()
   _equal(state.load_initial(_like(params)), params)
   for step in (4, 9):
-    state.save(_snapshot(step), wait=True)
+    _save(state, _snapshot(step))
   assert run_state.load_params(tmp_path, _like(params))[0] == 9
   step, got = run_state.load_params(tmp_path, _like(params), step=4)
   assert step == 4
@@ -106,3 +127,86 @@ def test_initial_params_and_params_of_one_step(tmp_path):
     run_state.load_params(tmp_path, _like(params), step=5)
   with pytest.raises(ValueError, match="no checkpoint there"):
     run_state.load_params(tmp_path / "nowhere", _like(params))
+
+
+def _segment_files(workdir):
+  return sorted(path.name for path in (workdir / "rollout_segments").iterdir())
+
+
+def test_a_row_is_written_once_and_a_damaged_segment_falls_back_to_the_step_before(tmp_path, caplog):
+  state = run_state.RunState(tmp_path, keep=3)
+  _save(state, _snapshot(1))
+  first = _segment_files(tmp_path)
+  _save(state, _snapshot(2))
+  assert _segment_files(tmp_path) == first, "nothing new, nothing written"
+  more = _snapshot(3)
+  grown = {name: np.concatenate([more.buffer[name], np.asarray(new, more.buffer[name].dtype)]) for name, new in {
+      "rows": [0], "key": [12], "length": [2], "tokens": [70, 71], "log_mu": [1, 2], "log_ref": [3, 4]}.items()}
+  more = dataclasses.replace(more, buffer=more.buffer | grown | {"token_rows": grown["rows"]})
+  _save(state, more)
+  second = [name for name in _segment_files(tmp_path) if name not in first]
+  assert len(second) == 1
+  state.close()
+  state = run_state.RunState(tmp_path, keep=3)
+  got = state.restore(_like(_state(0)), None)
+  assert got.step == 3
+  _equal(got.buffer, more.buffer)
+  path = tmp_path / "rollout_segments" / second[0]
+  path.write_bytes(path.read_bytes()[:-1] + b"?")
+  with caplog.at_level("ERROR"):
+    got = run_state.RunState(tmp_path, keep=3).restore(_like(_state(0)), None)
+  assert got.step == 2 and "checkpoint of step 3 cannot be read (DamagedSegment" in caplog.text and "is cut or damaged" in caplog.text
+  _equal(got.buffer, _buffer(0))
+
+
+def test_segments_that_no_step_needs_are_removed(tmp_path):
+  state = run_state.RunState(tmp_path, keep=2)
+  for step in range(1, 5):
+    snapshot = _snapshot(step)
+    key = np.array([3, 4, 5]) + 10 * step  # other rows at every step
+    _save(state, dataclasses.replace(snapshot, buffer=snapshot.buffer | {"key": key}))
+  assert [int(name.split("-")[0]) for name in _segment_files(tmp_path)] == [33, 43]
+  assert run_state.RunState(tmp_path, keep=2).restore(_like(_state(0)), None).step == 4
+
+
+@pytest.mark.parametrize("what", ["segment", "step"])
+def test_a_full_disk_leaves_the_older_checkpoint_and_says_so(tmp_path, monkeypatch, what):
+  said = []
+  state = run_state.RunState(tmp_path, keep=2, say=said.append)
+  _save(state, _snapshot(1))
+
+  def full(*args, **kwargs):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+  with monkeypatch.context() as patch:
+    if what == "segment":
+      patch.setattr(run_state.os, "fsync", full)
+    else:
+      patch.setattr(state._manager, "save", full)
+    snapshot = _snapshot(2)
+    _save(state, dataclasses.replace(snapshot, buffer=snapshot.buffer | {"key": np.array([25, 26, 29])}))
+  assert state.num_failed == 1
+  assert said == ["error: the checkpoint of step 2 could not be written (No space left on device); training goes on, the checkpoint of "
+                  "step 1 stands; make room on the disk"]
+  assert not [name for name in _segment_files(tmp_path) if name.endswith(".tmp")]
+  got = run_state.RunState(tmp_path, keep=2).restore(_like(_state(0)), None)
+  assert got.step == 1
+  _equal(got.buffer, _buffer(0))
+  _save(state, _snapshot(3))  # room was made
+  assert run_state.RunState(tmp_path, keep=2).restore(_like(_state(0)), None).step == 3
+
+
+def test_an_error_that_is_not_of_the_disk_is_raised(tmp_path, monkeypatch):
+  state = run_state.RunState(tmp_path, keep=2)
+  monkeypatch.setattr(state._manager, "save", lambda *args, **kwargs: (_ for _ in ()).throw(TypeError("no such item")))
+  with pytest.raises(TypeError, match="no such item"):
+    _save(state, _snapshot(1))
+
+
+def test_a_checkpoint_that_hangs_raises_in_time(tmp_path, monkeypatch):
+  release = threading.Event()
+  state = run_state.RunState(tmp_path, keep=2, timeout_secs=0.3)
+  monkeypatch.setattr(state._manager, "save", lambda *args, **kwargs: release.wait(30))
+  with pytest.raises(Hung, match=r"the checkpoint of step 1 is not written after 0.3 s \(thread checkpoint, runtime.hang_secs=0.3\)"):
+    _save(state, _snapshot(1))
+  release.set()

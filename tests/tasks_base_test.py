@@ -35,11 +35,13 @@ def test_a_task_that_grades_one_by_one():
 
 def _searcher(reward, truncated):
   settings = SampleSettings(
-    seed=0, num_samples=4, temperature=1.0, max_new_tokens=3, truncated=truncated, length_buckets=(8,)
+    seed=0, num_samples=4, temperature=1.0, max_new_tokens=3, truncated=truncated, length_buckets=(8,),
+    hang_secs=5.0,
   )
   return Searcher(
-    index=0, engine=None, eval_engine=None, slots=4, score=None, reference=None, ref_version=0, prompts=[PROMPT], reward=reward,
-    eval_reward=reward, response_text=lambda tokens: "".join(map(str, tokens)), settings=settings, span=None,
+    index=0, engine=None, eval_engine=None, slots=4, score=None, score_decode_layout=None, reference=None,
+    ref_version=0, prompts=[PROMPT], reward=reward,
+    eval_reward=reward, response_text=lambda tokens: "".join(map(str, tokens)), settings=settings, temperature=1.0, span=None,
   )
 
 

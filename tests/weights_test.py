@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +11,11 @@ import numpy as np
 import pytest
 
 from tba_jax import weights
+from tba_jax.deadlines import Hung
 
 
 def _store(devices):
-  return weights.WeightStore(jax.jit(lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree)), devices)
+  return weights.WeightStore(jax.jit(lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree)), devices, timeout_secs=30.0)
 
 
 def test_published_weights_survive_donation_on_a_shared_device():
@@ -69,3 +71,39 @@ def test_failed_transfer_raises_and_keeps_the_old_label(monkeypatch):
 def test_asking_before_the_first_publish_is_an_error():
   with pytest.raises(RuntimeError, match="before any were published"):
     _store(jax.devices()[:1]).latest(0)
+
+
+def test_a_transfer_that_hangs_raises_in_time_and_says_what_it_waited_for(monkeypatch):
+  store = weights.WeightStore(jax.jit(lambda tree: tree), jax.devices()[:1], timeout_secs=0.3)
+  store.publish({"a": jnp.ones(4)}, 1, wait=True)
+  release = threading.Event()
+  monkeypatch.setattr(jax, "block_until_ready", lambda tree: release.wait(30))
+  store.publish({"a": jnp.ones(4)}, 2)
+  with pytest.raises(Hung, match=r"weights of version 2 have not arrived at the searchers after 0.3 s \(thread weights"):
+    store.join()
+  assert store.latest(0).version == 1
+  release.set()
+
+
+def test_publishing_returns_before_the_conversion_is_done():
+  """On CPU too, where a program of copies alone would be run by the caller."""
+  store = weights.WeightStore(jax.jit(lambda tree: jax.tree.map(jnp.copy, tree)), jax.devices()[1:2], timeout_secs=60.0)
+  params = {"a": jax.device_put(np.zeros(2**24, np.float32), jax.devices()[0])}  # 64 MB
+  publish, whole = [], []
+  for version in range(4):
+    began = time.perf_counter()
+    store.publish(params, version)
+    publish.append(time.perf_counter() - began)
+    store.join()
+    whole.append(time.perf_counter() - began)
+  assert min(publish[1:]) < 0.2 * min(whole[1:]), (publish, whole)
+
+
+def test_pinned_weights_are_of_the_moment_of_pinning():
+  store = _store(jax.devices()[1:2])
+  params = {"a": jax.device_put(np.arange(8, dtype=np.float32), jax.devices()[0])}
+  pinned = store.pin(params, 5, searcher=0)
+  jax.jit(lambda tree: jax.tree.map(lambda x: x * -1.0, tree), donate_argnums=0)(params)
+  found = pinned()
+  assert found.version == 5 and found.params["a"].devices() == {jax.devices()[1]}
+  np.testing.assert_array_equal(np.asarray(found.params["a"]), np.arange(8, dtype=np.float32))

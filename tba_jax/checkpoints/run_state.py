@@ -1,8 +1,10 @@
 """One atomic checkpoint of a run, by orbax: what the optimizer, the searchers, the buffer and the counters need to go on as if unbroken.
 
 Under `<workdir>/checkpoints/<step>/`: `train` (TrainState; with LoRA its parameters are the adapters), `published` (what
-was moved to searchers, when they did not hold the trainer's newest), `buffer` (live rows of the replay buffer) and `meta`
-(ledger, random generators, counters; JSON). Beside the steps,
+was moved to searchers, when they did not hold the trainer's newest), `buffer` (index, counts and priorities of the replay buffer's
+live rows) and `meta` (ledger, random generators, counters; JSON). The tokens of the rows are in the segment files of
+`<workdir>/rollout_segments/`, of which `meta` holds the list: segments are written first, then the step, and what no step needs is
+removed last. Beside the steps,
 `<workdir>/initial/` holds the parameters of version 0, which are the reference policy, and `<workdir>/model/` the model's
 config.json and tokenizer, so that a workdir can be resumed and exported without the folder that the model came from.
 """
@@ -10,10 +12,13 @@ config.json and tokenizer, so that a workdir can be resumed and exported without
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import pathlib
+import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from absl import logging
@@ -22,8 +27,12 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from tba_jax.checkpoints.segments import SegmentStore
+from tba_jax.deadlines import Hung, join_thread
 from tba_jax.types import TrainState
 
+SEGMENT_COLUMNS = {"tokens": np.int32, "log_mu": np.float32, "log_ref": np.float32}  # of the buffer's arrays: those that segments hold
+_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}  # what a full or failing disk says
 _EMPTY = "empty_arrays"  # orbax refuses arrays of size 0; their shapes travel in the meta item
 
 
@@ -32,6 +41,7 @@ class Snapshot:
   """A run between two optimizer steps.
 
   `published` is None when the searchers hold the weights of `train_state` itself, `reference` where it never moves.
+  `buffer`, if not empty, has the arrays of `ReplayBuffer.state_dict`; to save, of `missing` rows the tokens only.
   """
 
   step: int
@@ -40,6 +50,32 @@ class Snapshot:
   buffer: dict[str, np.ndarray]
   meta: dict[str, Any]
   reference: Any = None
+
+
+class _Writing:
+  """A write under way in a thread of its own, which does not keep a process alive that is to end."""
+
+  def __init__(self, write: Callable[[], None], step: int):
+    self.step, self.error, self._write = step, None, write
+    self.thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+    self.thread.start()
+
+  def _run(self) -> None:
+    try:
+      self._write()
+    except BaseException as error:  # raised by whoever joins
+      self.error = error
+
+
+def _disk_says(error: BaseException | None) -> str | None:
+  """What a full, failing or slow disk said, if that is behind an exception."""
+  while error is not None:
+    if isinstance(error, TimeoutError):
+      return "timed out"  # also what orbax, which goes by the wall clock, says when that jumps
+    if isinstance(error, OSError) and error.errno in _DISK:
+      return os.strerror(error.errno)
+    error = error.__cause__ or error.__context__
+  return None
 
 
 class _LastAndBest(ocp.checkpoint_managers.PreservationPolicy):
@@ -55,37 +91,95 @@ class _LastAndBest(ocp.checkpoint_managers.PreservationPolicy):
 
 
 class RunState:
-  """Saves and restores the checkpoints of one workdir; saving goes on in the background while training continues."""
+  """Saves and restores the checkpoints of one workdir; saving goes on in the background while training continues.
 
-  def __init__(self, workdir: str | os.PathLike, *, keep: int):
-    self.workdir = pathlib.Path(workdir).resolve()
+  A checkpoint that a full or failing disk refuses is said loudly and counted in `num_failed`; older ones stay, training goes on.
+  """
+
+  def __init__(
+      self,
+      workdir: str | os.PathLike,
+      *,
+      keep: int,
+      timeout_secs: float = 3600.0,
+      say: Callable[[str], None] = logging.error,
+  ):
+    """`timeout_secs`: longest wait for a checkpoint that is being written."""
+    self.workdir, self._timeout_secs, self.say = pathlib.Path(workdir).resolve(), timeout_secs, say
     self._policy = _LastAndBest(keep)
     self._manager = ocp.CheckpointManager(
         self.workdir / "checkpoints",
-        options=ocp.CheckpointManagerOptions(preservation_policy=self._policy, enable_async_checkpointing=True, create=True),
+        options=ocp.CheckpointManagerOptions(preservation_policy=self._policy, enable_async_checkpointing=False, create=True),
     )
-    self._copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
+    # With a product for XLA's CPU backend, which would run a program of copies alone before it returns.
+    self._copy = jax.jit(lambda tree, few: (jax.tree.map(jnp.copy, tree), few @ few))
+    self._segments = SegmentStore(self.workdir / "rollout_segments", SEGMENT_COLUMNS)
+    self._names_of_step: dict[int, list[str]] = {}
+    self._writing: _Writing | None = None
+    self.num_failed = 0
+
+  def missing(self, keys: np.ndarray) -> np.ndarray:
+    """Which rows' tokens the next `save` has to bring, see `ReplayBuffer.state_dict`; no save may be under way."""
+    assert self._writing is None
+    return self._segments.missing(keys)
 
   def save(self, snapshot: Snapshot, *, wait: bool = False) -> None:
-    """Writes one step; it counts only when all of it is on disk. Raises what the previous background write failed with."""
-    self._manager.wait_until_finished()
-    self._manager.check_for_errors()
-    if snapshot.step in self._manager.all_steps():
+    """Writes one step; it counts only when all of it is on disk.
+
+    Raises: what an earlier background write failed with, or with `wait` this one, other than for the disk; Hung if it takes too long.
+    """
+    self.join()
+    if snapshot.step not in self._manager.all_steps():
+      # A copy: the next optimizer step is given the trainer's own buffers, and writes over them.
+      state, reference = self._copy((snapshot.train_state, snapshot.reference), np.eye(32, dtype=np.float32))[0]
+      copied = dataclasses.replace(snapshot, train_state=state, reference=reference)
+      self._writing = _Writing(lambda: self._write(copied), snapshot.step)
+    if wait:
+      self.join()
+
+  def _write(self, snapshot: Snapshot) -> None:
+    try:
+      self._write_segments(snapshot.buffer)
+      self._write_step(snapshot)
+      self._names_of_step[snapshot.step] = self._segments.names
+      self._remove_segments()
+    except Exception as error:  # of the disk: said here; anything else is raised by whoever joins
+      reason = _disk_says(error)
+      if reason is None:
+        raise
+      self.num_failed += 1
+      stands = max(self._manager.all_steps(), default=None)
+      self.say(f"error: the checkpoint of step {snapshot.step} could not be written ({reason}); training goes on, "
+               + (f"the checkpoint of step {stands} stands" if stands is not None else "there is no older one") + "; make room on the disk")
+
+  def _write_segments(self, buffer: dict[str, np.ndarray]) -> None:
+    if not buffer:
       return
-    arrays = {name: array for name, array in snapshot.buffer.items() if array.size}
-    empty = {name: [list(a.shape), str(a.dtype)] for name, a in snapshot.buffer.items() if not a.size}
-    meta = {**snapshot.meta, _EMPTY: empty, "step": snapshot.step, "has_published": snapshot.published is not None}
-    # On CPU orbax would read the trainer's own buffers from a background thread while the next step overwrites them.
-    items = {"train": ocp.args.StandardSave(self._copy(snapshot.train_state)), "meta": ocp.args.JsonSave(meta)}
+    chosen = np.isin(buffer["rows"], buffer["token_rows"], assume_unique=True)  # in one order in both
+    self._segments.write(buffer["key"][chosen], buffer["length"][chosen], {name: buffer[name] for name in SEGMENT_COLUMNS})
+
+  def _write_step(self, snapshot: Snapshot) -> None:
+    index = {name: array for name, array in snapshot.buffer.items() if name not in (*SEGMENT_COLUMNS, "token_rows")}
+    arrays = {name: array for name, array in index.items() if array.size}
+    empty = {name: [list(a.shape), str(a.dtype)] for name, a in index.items() if not a.size}
+    meta = {**snapshot.meta, _EMPTY: empty, "step": snapshot.step, "has_published": snapshot.published is not None,
+            "segments": self._segments.names if snapshot.buffer else None}
+    items = {"train": ocp.args.StandardSave(snapshot.train_state), "meta": ocp.args.JsonSave(meta)}
     if arrays:
       items["buffer"] = ocp.args.StandardSave(arrays)
     if snapshot.published is not None:
       items["published"] = ocp.args.StandardSave(snapshot.published)
     if snapshot.reference is not None:
-      items["reference"] = ocp.args.StandardSave(self._copy(snapshot.reference))
+      items["reference"] = ocp.args.StandardSave(snapshot.reference)
     self._manager.save(snapshot.step, args=ocp.args.Composite(**items))
-    if wait:
-      self.join()
+
+  def _remove_segments(self) -> None:
+    """Of no step that is kept."""
+    steps = self._manager.all_steps()
+    for step in steps:
+      if step not in self._names_of_step:
+        self._names_of_step[step] = self._read_meta(step)["segments"] or []
+    self._segments.remove_except({name for step in steps for name in self._names_of_step[step]})
 
   def restore(self, train_state: TrainState, published: Any, reference: Any = None) -> Snapshot | None:
     """The newest readable step, or None where there is none; a step that cannot be read is reported and the one before it tried.
@@ -107,7 +201,7 @@ class RunState:
     return None
 
   def _restore_step(self, step: int, train_state: TrainState, published: Any, reference: Any) -> Snapshot:
-    meta = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+    meta = self._read_meta(step)
     items = {"train": ocp.args.StandardRestore(train_state)}
     if meta["has_published"]:
       items["published"] = ocp.args.StandardRestore(published)
@@ -119,7 +213,13 @@ class RunState:
     buffer = {name: np.asarray(array) for name, array in (got.get("buffer") or {}).items()}
     for name, (shape, dtype) in meta.pop(_EMPTY).items():
       buffer[name] = np.zeros(shape, dtype)
+    segments = meta.pop("segments")
+    if segments is not None:
+      buffer |= self._segments.load(segments, buffer["key"]) | {"token_rows": buffer["rows"]}
     return Snapshot(step, TrainState(*got["train"]), got.get("published"), buffer, meta, got.get("reference"))
+
+  def _read_meta(self, step: int) -> dict[str, Any]:
+    return self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
 
   def drop_steps_after(self, step: int) -> None:
     """Removes steps newer than the one resumed from, which could not be read."""
@@ -131,9 +231,18 @@ class RunState:
     self._policy.best_step = step
 
   def join(self) -> None:
-    """Waits until the last save is on disk; raises what it failed with."""
-    self._manager.wait_until_finished()
-    self._manager.check_for_errors()
+    """Waits until the last save is on disk.
+
+    Raises: what it failed with, other than for the disk; Hung if it takes longer than the deadline.
+    """
+    writing, self._writing = self._writing, None
+    if writing is None:
+      return
+    if not join_thread(writing.thread, secs=self._timeout_secs):
+      raise Hung(f"the checkpoint of step {writing.step} is not written after {self._timeout_secs:g} s (thread {writing.thread.name}, "
+                 f"runtime.hang_secs={self._timeout_secs:g})")
+    if writing.error is not None:
+      raise writing.error
 
   def close(self) -> None:
     self._manager.close()

@@ -3,7 +3,8 @@ several threads.
 
 Two orders. "tba" (Bartoldson et al. 2025, section 4): a coin per prompt of the batch, with probability
 `recent_fraction` a prompt whose responses arrived lately, newest responses first; otherwise a prompt uniformly and its
-responses by priority. "fifo": oldest whole sampling groups, each exactly once. The buffer does not wait: who wants a
+responses by priority. "fifo": whole sampling groups, each exactly once, those of the oldest weights first and among these
+those that came first: a long response that comes late is not overtaken for good. The buffer does not wait: who wants a
 batch asks `can_draw` or catches `NotEnoughData`.
 """
 
@@ -11,7 +12,9 @@ from __future__ import annotations
 
 import array
 import copy
+import heapq
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,8 +29,8 @@ from tba_jax.types import Draw, RolloutGroup
 
 _COUNTERS = (
   "added", "duplicates", "evicted_capacity", "evicted_prompt_capacity", "evicted_age", "evicted_age_unused",
-  "evicted_uses", "discarded", "rows_drawn", "groups_drawn", "groups_short", "prompts_skipped", "recent_misses",
-  "priorities_too_late", "rescored",
+  "evicted_age_unused_tokens", "evicted_uses", "discarded", "rows_drawn", "groups_drawn", "groups_short", "prompts_skipped",
+  "recent_misses", "priorities_too_late", "rescored",
 )
 
 
@@ -72,7 +75,7 @@ class ReplayBuffer:
       "dedup": dedup, "order": order, "single_prompt": single_prompt,
     }
     check_settings(**self._settings)
-    self.priority = priority
+    self.priority, self.order = priority, order
     self._capacity, self._capacity_per_prompt = capacity, capacity_per_prompt
     self._recent_fraction, self._priority_temperature = recent_fraction, priority_temperature
     self._max_uses, self._max_staleness, self._dedup = max_uses, max_staleness, dedup
@@ -80,6 +83,7 @@ class ReplayBuffer:
     self._lock = threading.Lock()
     self._rng = np.random.Generator(np.random.PCG64(seed))
     self._counts = dict.fromkeys(_COUNTERS, 0)
+    self._by_length: dict[int, dict[str, int]] = {}  # see age_losses
     self._ref_version = ref_version
     self._temperature: float | None = None  # of the first group; the others must agree
     self._version = 0  # newest that the caller has spoken of
@@ -97,6 +101,7 @@ class ReplayBuffer:
     self._index = ResponseIndex(capacity) if self._dedup else None
     self._by_version = VersionIndex(capacity) if self._max_staleness >= 0 else None
     self._num_groups = 0  # queued, "fifo" only
+    self._queue: list[tuple[int, int, int]] = []  # heap of oldest version, first arrival, first row; groups that left stay in it
     # Units to choose from: slots of prompts with rows enough for a group, or, with one prompt, its rows. None of them
     # in "fifo".
     self._rows_of: dict[int, array.array] = {}  # slot -> its rows, oldest first
@@ -133,13 +138,14 @@ class ReplayBuffer:
         while store.num_live + len(samples) > self._capacity:
           self._remove_group(store.group_of(store.oldest), "evicted_capacity")
         rows = store.append(group, samples, residual=0.0)
-        self._num_groups += 1
+        self._enqueue(int(rows[0]))
       else:
         samples, keys = self._make_room(group, samples, keys)
         rows = store.append(group, samples, residual=self._max_residual)
         self._enter(rows, keys)
       if self._by_version is not None:
         self._by_version.add(rows, store)
+        self._count_by_length("added", rows)
 
   def mark_publish(self, version: int) -> None:
     """The trainer published weights: "recent" is from now on what arrived since the publish before this one."""
@@ -193,7 +199,7 @@ class ReplayBuffer:
           f"responses are there at version {version}; add more groups first."
         )
       if self._fifo:
-        queued = self._store.oldest_groups(num_prompts)
+        queued = [self._store.group_of(row) for row in self._first_in_queue(num_prompts)]
         groups, weights = [np.array(rows[:responses_per_prompt], np.int64) for rows in queued], [1.0] * num_prompts
       else:
         groups, weights = self._choose_groups(num_prompts, responses_per_prompt)
@@ -246,15 +252,29 @@ class ReplayBuffer:
         "mean_age": self._version - mean_version,
       }
 
-  def state_dict(self) -> dict[str, dict[str, Any]]:
-    """All that later draws depend on: {"arrays": live rows only, numpy arrays; "scalars": JSON-able}; copies."""
+  def age_losses(self) -> dict[str, dict[str, int]]:
+    """By the power of two that a response's length does not exceed: rows "added", and rows "lost": too old before their first use.
+
+    Counted while there is a `max_staleness`; empty without. What is lost must not be of one length: that would be a bias.
+    """
     with self._lock:
-      arrays, scalars = self._store.save()
+      return {str(bucket): dict(self._by_length[bucket]) for bucket in sorted(self._by_length)}
+
+  def state_dict(self, *, missing: Callable[[np.ndarray], np.ndarray] | None = None) -> dict[str, dict[str, Any]]:
+    """All that later draws depend on: {"arrays": live rows only, numpy arrays; "scalars": JSON-able}; copies.
+
+    Args:
+      missing: keys of the live rows (int64) -> bool, whose tokens and log-probabilities the caller does
+        not have yet; those of the others are left out, and have to be put in again before `load_state_dict`.
+    """
+    with self._lock:
+      arrays, scalars = self._store.save(missing)
       arrays |= self._chooser.save()
       scalars |= {
         "settings": dict(self._settings),
         "rng": copy.deepcopy(self._rng.bit_generator.state),
         "counts": dict(self._counts),
+        "by_length": {str(bucket): dict(counts) for bucket, counts in self._by_length.items()},
         "ref_version": self._ref_version,
         "temperature": self._temperature,
         "version": self._version,
@@ -280,6 +300,7 @@ class ReplayBuffer:
       self._store.load(arrays, scalars)
       self._rng.bit_generator.state = copy.deepcopy(scalars["rng"])
       self._counts = dict(scalars["counts"])
+      self._by_length = {int(bucket): dict(counts) for bucket, counts in scalars["by_length"].items()}
       self._ref_version, self._temperature = scalars["ref_version"], scalars["temperature"]
       self._version, self._published = scalars["version"], list(scalars["published"])
       self._max_residual = scalars["max_residual"]
@@ -347,6 +368,27 @@ class ReplayBuffer:
     for slot in slots:
       self._refresh(slot)
 
+  def _enqueue(self, row: int) -> None:
+    """A whole group, by its first row, waits for its turn."""
+    store = self._store
+    oldest = int(store.oldest_version[store.group_of(row)].min())
+    heapq.heappush(self._queue, (oldest, int(store.arrival[row]), row))
+    self._num_groups += 1
+
+  def _first_in_queue(self, count: int) -> list[int]:
+    """The first rows of the `count` groups whose turn it is; they leave the queue."""
+    chosen: list[int] = []
+    while len(chosen) < count:
+      _, arrival, row = heapq.heappop(self._queue)
+      if self._store.arrival[row] == arrival:
+        chosen.append(row)
+    return chosen
+
+  def queued_versions(self) -> list[int]:
+    """Of the oldest token of each queued group ("fifo"), in the order of their turns."""
+    with self._lock:
+      return sorted(oldest for oldest, arrival, row in self._queue if self._store.arrival[row] == arrival)
+
   def _remove_group(self, rows: list[int], reason: str, *, num_used: int | None = None) -> None:
     """Frees a whole queued group; the rows beyond the first `num_used`, if given, count as discarded."""
     self._num_groups -= 1
@@ -392,11 +434,20 @@ class ReplayBuffer:
       if self._store.arrival[row] < 0:
         continue  # left with its group a moment ago
       rows = self._store.group_of(row) if self._fifo else [row]
-      self._counts["evicted_age_unused"] += int((self._store.uses[rows] == 0).sum())
+      self._count_by_length("lost", np.array(rows)[self._store.uses[rows] == 0])
       if self._fifo:
         self._remove_group(rows, "evicted_age")
       else:
         self._remove(rows, "evicted_age")
+
+  def _count_by_length(self, what: str, rows: np.ndarray) -> None:
+    lengths = self._store.length[rows]
+    if what == "lost":
+      self._counts["evicted_age_unused"] += len(rows)
+      self._counts["evicted_age_unused_tokens"] += int(lengths.sum())
+    for bucket, count in zip(*np.unique(1 << np.ceil(np.log2(lengths)).astype(int), return_counts=True)):
+      counts = self._by_length.setdefault(int(bucket), {"added": 0, "lost": 0})
+      counts[what] += int(count)
 
   def _num_available(self) -> int:
     """Groups that a batch could hold now."""
@@ -433,7 +484,8 @@ class ReplayBuffer:
     if self._by_version is not None:
       self._by_version.add(rows, store)
     if self._fifo:
-      self._num_groups = len(np.unique(store.first_arrival[rows]))
+      for row in rows[store.arrival[rows] == store.first_arrival[rows]].tolist():
+        self._enqueue(row)
       return
     slots = store.slot[rows].tolist()
     if self._index is not None:

@@ -46,6 +46,15 @@ class PromptLedger:
       self._in_flight[occurrence] = attempt
       return Occurrence(occurrence, self._prompt_of(occurrence), attempt)
 
+  def claim(self, occurrence: Occurrence) -> None:
+    """This very one is being sampled, whoever's turn it would be."""
+    with self._lock:
+      self._pending = [item for item in self._pending if item[0] != occurrence.occurrence]
+      self._pending += [(skipped, 0) for skipped in range(self._next, occurrence.occurrence)]
+      heapq.heapify(self._pending)
+      self._next = max(self._next, occurrence.occurrence + 1)
+      self._in_flight[occurrence.occurrence] = occurrence.attempt
+
   def finish(self, occurrence: Occurrence) -> None:
     """Its group is in the buffer. ValueError if it is not in flight."""
     with self._lock:
@@ -66,6 +75,11 @@ class PromptLedger:
     with self._lock:
       self._end(occurrence)
       self._num_dropped += 1
+
+  def is_in_flight(self, occurrence: Occurrence) -> bool:
+    """Whether this attempt at it is still the one that is waited for."""
+    with self._lock:
+      return self._in_flight.get(occurrence.occurrence) == occurrence.attempt
 
   def in_flight(self) -> tuple[Occurrence, ...]:
     """What has been taken and has not ended, oldest first."""

@@ -6,14 +6,14 @@ written.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from tba_jax.types import Draw, RolloutGroup
 
-_TOKEN_COLUMNS = ("tokens", "log_mu", "log_ref")
+TOKEN_COLUMNS = ("tokens", "log_mu", "log_ref")  # of an arrived row they change with its ref_version alone
 _ROW_COLUMNS = (
   "slot",
   "length",
@@ -29,6 +29,7 @@ _ROW_COLUMNS = (
   "first_arrival",
   "residual",
 )
+_ARRIVAL_BITS = 40  # of a key: a row each microsecond for twelve days
 _LATEST = np.iinfo(np.int32).max
 _CHUNK_ROWS = 4096  # rows copied at a time when saving, so that a large buffer is never held twice in between
 
@@ -172,14 +173,6 @@ class RowStore:
       row = int(self._next[row])
     return rows
 
-  def oldest_groups(self, count: int) -> list[list[int]]:
-    """The live rows of the `count` oldest sampling groups, for orders in which groups stay whole."""
-    groups, row = [], self.oldest
-    for _ in range(count):
-      groups.append(self.group_of(row))
-      row = int(self._next[groups[-1][-1]])
-    return groups
-
   def handles(self, rows: np.ndarray) -> np.ndarray:
     return self.arrival[rows] * self.capacity + rows
 
@@ -195,7 +188,7 @@ class RowStore:
   def live_by_arrival(self) -> np.ndarray:
     """All live rows, oldest first; O(n log n), for saving and loading only."""
     rows = np.flatnonzero(self.arrival[: self._next_row] >= 0)
-    return rows[np.argsort(self.arrival[rows])]
+    return rows[np.argsort(self.arrival[rows], kind="stable")]  # rows are filled in order and in turn: long runs, which it merges
 
   def gather(
     self, groups: Sequence[np.ndarray], weights: Sequence[float], *, num_rows: int, version: int, ref_version: int
@@ -241,13 +234,24 @@ class RowStore:
       rows=np.where(valid, self.handles(rows), -1),
     )
 
-  def save(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Live rows and prompts as arrays (of tokens the real ones only, oldest row first), and JSON-able scalars."""
+  def save(
+    self, missing: Callable[[np.ndarray], np.ndarray] | None = None
+  ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Live rows and prompts as arrays (of tokens the real ones only, oldest row first), and JSON-able scalars.
+
+    Args:
+      missing: keys of the live rows -> bool, whose tokens to save; by default those of all. "token_rows" names them. A
+        row's key stands for what is in its token columns.
+    """
     rows = self.live_by_arrival()
     slots = np.array(sorted(self.slots.values()), np.int64)
     arrays = {name: getattr(self, name)[rows] for name in _ROW_COLUMNS}
-    arrays |= {name: _pack(getattr(self, name), rows, self.length) for name in _TOKEN_COLUMNS}
+    keys = arrays["arrival"] + (arrays["ref_version"].astype(np.int64) << _ARRIVAL_BITS)  # log_ref is of that reference
+    token_rows = rows if missing is None else rows[missing(keys)]
+    arrays |= {name: _pack(getattr(self, name), token_rows, self.length) for name in TOKEN_COLUMNS}
     arrays |= {
+      "key": keys,
+      "token_rows": token_rows,
       "rows": rows,
       "slots": slots,
       "prompt_id": self.prompt_id[slots],
@@ -265,9 +269,10 @@ class RowStore:
     """
     assert self._next_row == 0
     rows, slots = np.asarray(arrays["rows"]), np.asarray(arrays["slots"])
+    assert np.array_equal(arrays["token_rows"], rows), "tokens of only some rows are no whole state"
     for name in _ROW_COLUMNS:
       getattr(self, name)[rows] = arrays[name]
-    for name in _TOKEN_COLUMNS:
+    for name in TOKEN_COLUMNS:
       _unpack(getattr(self, name), rows, self.length, arrays[name])
     self.prompt_id[slots], self.prompt_length[slots] = arrays["prompt_id"], arrays["prompt_length"]
     _unpack(self.prompt_tokens, slots, self.prompt_length, arrays["prompt_tokens"])

@@ -6,13 +6,14 @@ stopped, and says what it waits for when it takes long. Nothing is held while a 
 
 from __future__ import annotations
 
+import dataclasses
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from tba_jax.deadlines import awake_secs
 from tba_jax.replay.buffer import NotEnoughData, ReplayBuffer
 from tba_jax.replay.flow import PromptLedger, may_start_group
 from tba_jax.types import Draw, Occurrence, RolloutGroup
@@ -26,6 +27,10 @@ class NoUsableRollouts(RuntimeError):
   """Prompts are sampled and sampled, and no batch can be made of the responses."""
 
 
+class Stalled(RuntimeError):
+  """The trainer waits, no group is being sampled, and none was begun for too long."""
+
+
 class Exchange:
   """See the module. One object per run, used by every thread.
 
@@ -33,6 +38,7 @@ class Exchange:
     groups_per_step, responses_per_prompt: of a training batch.
     fill_responses: responses that must have arrived before the first batch is drawn.
     max_staleness: admission bound in updates, -1: none.
+    hang_secs: the trainer's wait raises after so long without a group that ended or is being sampled.
     max_lead_steps: searchers stop when the groups sampled are so many steps' worth more than the groups drawn, -1: they run free.
     say: prints a line for the user.
   """
@@ -47,12 +53,19 @@ class Exchange:
       fill_responses: int,
       max_staleness: int,
       max_lead_steps: int,
+      hang_secs: float,
       say: Callable[[str], None],
   ):
     self.ledger, self.buffer = ledger, buffer
     self._groups_per_step, self._responses_per_prompt = groups_per_step, responses_per_prompt
     self._fill_responses, self._max_staleness, self._max_lead_steps = fill_responses, max_staleness, max_lead_steps
-    self._say = say
+    self._hang_secs, self._say = hang_secs, say
+    self.on_event: Callable[[dict[str, Any]], None] = lambda event: None  # told of everything in its order, see runtime/order.py
+    self.num_events = 0
+    self._oldest_first = buffer.order == "fifo"
+    self._held: dict[int, tuple[Occurrence, int, int]] = {}  # by number: occurrences being sampled, whose, from which version on
+    self._disowned: set[int] = set()
+    self.num_late_groups = 0  # brought by a searcher that had been given up
     self._changed = threading.Condition()  # over an RLock: describe() is also called with it held
     self._stopped, self._admits = False, True
     self._trainer_version = 0
@@ -64,10 +77,18 @@ class Exchange:
 
   # --- Searchers ---
 
-  def try_start(self, *, version: int) -> Occurrence | None:
-    """The next occurrence, if flow control lets a searcher that holds `version` start a group now."""
+  def try_start(self, *, version: int, owner: int = 0) -> Occurrence | None:
+    """The next occurrence, if flow control lets a searcher that holds `version` start a group now.
+
+    Args:
+      owner: who samples it, for `disown`.
+    """
     with self._changed:
-      return self.ledger.take() if self._may_start(version) else None
+      if owner in self._disowned or not self._may_start(version):
+        return None
+      occurrence = self.ledger.take()
+      self._held[occurrence.occurrence] = (occurrence, owner, version)
+      return occurrence
 
   def next_occurrence(self) -> Occurrence:
     """The next occurrence, for a driver that controls the flow by its own schedule."""
@@ -108,23 +129,46 @@ class Exchange:
     bound = self._max_lead_steps >= 0 and filled and not self._starving
     return bound and ahead >= self._max_lead_steps * self._groups_per_step
 
-  def bring(self, occurrence: Occurrence, group: RolloutGroup | None) -> None:
-    """Books an occurrence as finished and puts its group, if it has one, into the buffer; one atomic act."""
-    with self._changed:
-      if group is None:
-        self.ledger.drop(occurrence)
-      else:
-        self.buffer.add(group, newest_version=self._trainer_version)
-        self.ledger.finish(occurrence)
-        self._num_arrived += len(group.lengths)
-      self._changed.notify_all()
+  def bring(self, occurrence: Occurrence, group: RolloutGroup | None) -> bool:
+    """Books an occurrence as finished and puts its group, if it has one, into the buffer; one atomic act.
 
-  def give_back(self, occurrences: list[Occurrence]) -> None:
-    """Occurrences whose group was lost: others will take them, with fresh keys."""
+    Returns: False if it is too late: the occurrence was taken from its searcher, and this is dropped and counted.
+    """
     with self._changed:
-      for occurrence in occurrences:
+      if not self.ledger.is_in_flight(occurrence):
+        self.num_late_groups += 1
+        return False
+      _, _, began = self._held.pop(occurrence.occurrence, (None, 0, 0))
+      version = began if group is None else int(group.versions[0, 0])
+      self._event({"event": "group", **dataclasses.asdict(occurrence), "version": version, "kept": group is not None})
+      self._take_in(occurrence, group)
+      return True
+
+  def bring_again(self, occurrence: Occurrence, group: RolloutGroup | None) -> None:
+    """Books a group of an occurrence that another run's order names, whoever's turn it would be here."""
+    with self._changed:
+      self.ledger.claim(occurrence)
+      self._take_in(occurrence, group)
+
+  def _take_in(self, occurrence: Occurrence, group: RolloutGroup | None) -> None:
+    if group is None:
+      self.ledger.drop(occurrence)
+    else:
+      self.buffer.add(group, newest_version=self._trainer_version)
+      self.ledger.finish(occurrence)
+      self._num_arrived += len(group.lengths)
+    self._changed.notify_all()
+
+  def disown(self, owner: int) -> list[Occurrence]:
+    """An owner is given up: others will take what it was sampling, with fresh keys; it may start nothing and bring nothing more."""
+    with self._changed:
+      self._disowned.add(owner)
+      lost = [occurrence for occurrence, of, _ in self._held.values() if of == owner]
+      for occurrence in lost:
+        del self._held[occurrence.occurrence]
         self.ledger.requeue(occurrence)
       self._changed.notify_all()
+      return lost
 
   def claim_check(self, version: int) -> bool:
     """True for one caller per version: whose group is to be compared with the trainer's log-probabilities."""
@@ -152,7 +196,10 @@ class Exchange:
     if self._num_arrived < self._fill_responses:
       return None
     shape = dict(num_prompts=self._groups_per_step, responses_per_prompt=self._responses_per_prompt, version=version)
-    if not self.buffer.can_draw(**shape):
+    num_aged = self.buffer.stats()["evicted_age"]
+    if not self.buffer.can_draw(**shape) or self._must_wait_for_running(version):
+      if self.buffer.stats()["evicted_age"] != num_aged:
+        self._event({"event": "aged", "version": version})
       return None
     try:
       draw = self.buffer.draw(**shape)
@@ -160,8 +207,32 @@ class Exchange:
       return None
     self._next_version, self._starving = version + 1, False
     self._ended_at_draw = self._num_ended()
+    self._event({"event": "draw", "version": version, "occurrences": draw.occurrences[draw.valid].tolist()})
     self._changed.notify_all()
     return draw
+
+  def _event(self, event: dict[str, Any]) -> None:
+    self.num_events += 1
+    self.on_event(event)
+
+  def _must_wait_for_running(self, version: int) -> bool:
+    """Whether a batch drawn now would make a group that is still being sampled too old before its turn.
+
+    Groups are used oldest first, but long responses come later than short ones that began with them. Drawing what is there at once
+    would lose the long ones to age: a waste, and a bias towards short responses. With everybody's last version known, the batch may
+    be drawn if the others can all be used in time, `groups_per_step` with each version.
+    """
+    if not self._oldest_first or self._max_staleness < 0:
+      return False
+    waiting = self.buffer.queued_versions()[self._groups_per_step:]
+    running = [began for _, _, began in self._held.values() if began + self._max_staleness >= version]
+    last = sorted([(began + self._max_staleness, 0) for began in waiting] + [(began + self._max_staleness, 1) for began in running])
+    num_running = 0
+    for place, (until, is_running) in enumerate(last):
+      num_running += is_running
+      if until < version + 1 + place // self._groups_per_step and num_running:
+        return True
+    return False
 
   def wait_draw(self, *, version: int, alive: Callable[[], None]) -> Draw | None:
     """Blocks until a batch can be drawn; None when the run was stopped.
@@ -170,7 +241,8 @@ class Exchange:
       version: at which the batch will be trained.
       alive: raises if nobody is left who could bring groups; called at every look.
     """
-    began = said = time.monotonic()
+    began = said = moved = awake_secs()
+    num_ended = self._num_ended()
     while True:
       alive()
       with self._changed:
@@ -180,10 +252,16 @@ class Exchange:
         if draw is not None:
           return draw
         self.check_usable()
+        if self._num_ended() != num_ended or self.ledger.stats()["in_flight"]:
+          num_ended, moved = self._num_ended(), awake_secs()
         self._changed.wait(_LOOK_SECS)
-      if time.monotonic() - said > _SAY_SECS:
-        said = time.monotonic()
-        self._say(f"the trainer has waited {said - began:.0f} s for rollouts: {self.describe()}")
+      now = awake_secs()
+      if now - moved > self._hang_secs:
+        raise Stalled(f"nothing is being sampled and no batch can be drawn, for {now - moved:.0f} s (runtime.hang_secs={self._hang_secs:g}): "
+                      f"{self.describe()}")
+      if now - said > _SAY_SECS:
+        said = now
+        self._say(f"the trainer (thread {threading.current_thread().name}) has waited {now - began:.0f} s for rollouts: {self.describe()}")
 
   def check_usable(self) -> None:
     """Raises NoUsableRollouts if many prompts were sampled since the last batch and still none can be drawn."""
@@ -212,9 +290,15 @@ class Exchange:
       self._trainer_version = version
       self._changed.notify_all()
 
-  def mark_publish(self, version: int) -> None:
-    """Weights of `version` were published: from here on a new recent set begins."""
+  def update_priorities(self, rows: np.ndarray, residuals: np.ndarray) -> None:
+    """What a step found of the rows it trained on, see `ReplayBuffer.update_priorities`."""
     with self._changed:
+      self.buffer.update_priorities(rows, residuals)
+
+  def mark_publish(self, version: int, *, step: int) -> None:
+    """Weights of `version`, of after `step` steps, were published: from here on a new recent set begins."""
+    with self._changed:
+      self._event({"event": "publish", "version": version, "step": step})
       self.buffer.mark_publish(version)
       self._changed.notify_all()
 
@@ -236,11 +320,13 @@ class Exchange:
 
   # --- Checkpoints ---
 
-  def state_dict(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Arrays and JSON of buffer and ledger, taken at one moment."""
+  def state_dict(
+      self, *, missing: Callable[[np.ndarray], np.ndarray] | None = None
+  ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Arrays and JSON of buffer and ledger, taken at one moment. `missing`: see `ReplayBuffer.state_dict`."""
     with self._changed:
-      state = self.buffer.state_dict()
-      return state["arrays"], {"buffer": state["scalars"], "ledger": self.ledger.state_dict(), "num_arrived": self._num_arrived,
+      state = self.buffer.state_dict(missing=missing)
+      return state["arrays"], {"buffer": state["scalars"], "ledger": self.ledger.state_dict(), "num_arrived": self._num_arrived, "num_events": self.num_events,
                       "checked_version": self._checked_version}
 
   def load_state_dict(self, arrays: dict[str, np.ndarray], state: dict[str, Any], *, version: int) -> None:
@@ -248,5 +334,6 @@ class Exchange:
       self.buffer.load_state_dict({"arrays": arrays, "scalars": state["buffer"]}, newest_version=version)
       self.ledger.load_state_dict(state["ledger"])
       self._num_arrived, self._checked_version = state["num_arrived"], state["checked_version"]
+      self.num_events = state["num_events"]
       self._trainer_version = self._next_version = version
       self._ended_at_draw = self._num_ended()

@@ -2,7 +2,9 @@
 
 While a step runs the trainer books the one before, and draws and places the next batch; it publishes weights every few steps and
 hands evaluations to the first searcher; it waits for nothing but an empty buffer. A searcher that raises is restarted on its own
-engine, its prompts are handed out again with fresh keys; when it has raised too often the run stops, with a checkpoint.
+engine. One that hangs cannot be ended: its thread is left behind and a new searcher takes its place and its devices. Either way its
+prompts are handed out again with fresh keys, what it may still bring is dropped, and when that has happened too often the run stops,
+with a checkpoint.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import queue
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from typing import NamedTuple
 
 from tba_jax.evaluate import Interrupted
@@ -21,25 +24,26 @@ from tba_jax.weights import Weights
 
 
 class SearcherFailed(RuntimeError):
-  """A searcher raised more often than it may be restarted."""
+  """Searchers raised or hung more often than they may be restarted."""
 
 
 class EvalJob(NamedTuple):
-  """Weights to evaluate, pinned on the first searcher, and the step they are of."""
+  """Weights to evaluate, pinned for the first searcher, and the step they are of."""
 
   step: int
-  weights: Weights
+  weights: Callable[[], Weights]
 
 
 class SearcherThread:
   """Runs one searcher until it is told to stop. What it raises is kept for the trainer's thread to see."""
 
-  def __init__(self, run: Run, searcher: Searcher, jobs: queue.SimpleQueue[EvalJob] | None):
-    self.searcher, self.error = searcher, None
+  def __init__(self, run: Run, searcher: Searcher, jobs: queue.SimpleQueue[EvalJob] | None, *, owner: int):
+    self.searcher, self.error, self.owner = searcher, None, owner
     self._run, self._jobs = run, jobs
     self._name = f"searcher{searcher.index}"
     self._stop = threading.Event()
     self._job: EvalJob | None = None
+    searcher.heartbeat.beat("start")
     self._thread = threading.Thread(target=self._main, name=self._name, daemon=True)
     self._thread.start()
 
@@ -64,11 +68,12 @@ class SearcherThread:
   def _turn(self) -> None:
     """Takes newer weights, starts groups, decodes a chunk; or evaluates; or waits."""
     run, searcher = self._run, self.searcher
+    searcher.heartbeat.beat("looking for work")
     if self._job is None and self._jobs is not None and not self._jobs.empty():
       self._job = self._jobs.get()
     if self._job is not None and searcher.is_idle():
       try:
-        run.evaluate(searcher, self._job.weights, step=self._job.step, stopped=self._stop.is_set)
+        run.evaluate(searcher, self._job.weights(), step=self._job.step, stopped=self._stop.is_set)
       except Interrupted:
         searcher.forget_weights()
         return
@@ -76,7 +81,7 @@ class SearcherThread:
       return
     searcher.give(run.weights.latest(searcher.index))
     while self._job is None and searcher.wants_work():
-      occurrence = run.exchange.try_start(version=searcher.version)
+      occurrence = run.exchange.try_start(version=searcher.version, owner=self.owner)
       if occurrence is None:
         break
       searcher.start(occurrence)
@@ -85,10 +90,9 @@ class SearcherThread:
         run.exchange.wait_to_start(version=lambda: run.weights.latest(searcher.index).version)
       return
     for occurrence, group in searcher.step():
-      if group is not None:
-        run.check_gap(searcher, group)
+      if run.exchange.bring(occurrence, group) and group is not None:
         run.note_group(group)
-      run.exchange.bring(occurrence, group)
+        run.check_gap(searcher, group)
 
 
 class SearcherPool:
@@ -98,34 +102,53 @@ class SearcherPool:
     self._run = run
     self.jobs: queue.SimpleQueue[EvalJob] = queue.SimpleQueue()
     self.num_jobs_given = 0
+    self._num_started = 0
     self._threads = [self._start(searcher) for searcher in run.searchers]
 
   def _start(self, searcher: Searcher) -> SearcherThread:
-    return SearcherThread(self._run, searcher, self.jobs if searcher.index == 0 else None)
+    self._num_started += 1
+    return SearcherThread(self._run, searcher, self.jobs if searcher.index == 0 else None, owner=self._num_started)
 
   def watch(self) -> None:
-    """Restarts searchers that have raised. Raises: SearcherFailed when one has no restarts left, from its error."""
+    """Restarts searchers that have raised, replaces those that hang. Raises: SearcherFailed when no restarts are left."""
     for i, thread in enumerate(self._threads):
-      if thread.error is None:
-        continue
-      run, error, searcher = self._run, thread.error, thread.searcher
-      text = "".join(traceback.format_exception(error)).rstrip()
-      lost = searcher.abandon()
-      run.exchange.give_back(lost)
-      run.totals.searcher_restarts += 1
-      if run.totals.searcher_restarts > run.settings.searcher_restarts:
-        raise SearcherFailed(
-            f"searcher {searcher.index} raised {type(error).__name__}: {error} (runtime.searcher_restarts="
-            f"{run.settings.searcher_restarts} restarts are used up)") from error
-      run.progress.message(f"searcher {searcher.index} raised and is restarted ({run.totals.searcher_restarts} of "
-                           f"{run.settings.searcher_restarts} restarts); {len(lost)} prompts are handed out again:\n{text}")
-      searcher.forget_weights()
-      job = thread.unfinished_job()
-      if job is not None:
-        self.jobs.put(job)
-      self._threads[i] = self._start(searcher)
+      heartbeat = thread.searcher.heartbeat
+      if thread.error is not None:
+        self._threads[i] = self._restart(thread)
+      elif heartbeat.silent_secs > self._run.settings.hang_secs:
+        self._threads[i] = self._replace(thread, heartbeat.doing, heartbeat.silent_secs)
 
-  def evaluate(self, step: int, weights: Weights) -> None:
+  def _restart(self, thread: SearcherThread) -> SearcherThread:
+    error, searcher = thread.error, thread.searcher
+    searcher.abandon()
+    self._give_up(thread, f"raised {type(error).__name__}: {error}", "raised and is restarted", error)
+    self._run.progress.message("".join(traceback.format_exception(error)).rstrip())
+    searcher.forget_weights()
+    return self._start(searcher)
+
+  def _replace(self, thread: SearcherThread, doing: str, secs: float) -> SearcherThread:
+    run, index = self._run, thread.searcher.index
+    thread.ask_to_stop()
+    what = f"has been in {doing!r} for {secs:.0f} s (thread searcher{index}, runtime.hang_secs={run.settings.hang_secs:g})"
+    self._give_up(thread, what, f"{what}: its thread is left behind and another searcher takes its place", None)
+    run.timeline.end_open(f"searcher{index}")
+    return self._start(run.replace_searcher(index))
+
+  def _give_up(self, thread: SearcherThread, failed: str, message: str, error: BaseException | None) -> None:
+    """Hands a searcher's prompts out again, counts, and says so."""
+    run, index = self._run, thread.searcher.index
+    lost = run.exchange.disown(thread.owner)
+    run.totals.searcher_restarts += 1
+    if run.totals.searcher_restarts > run.settings.searcher_restarts:
+      raise SearcherFailed(
+          f"searcher {index} {failed} (runtime.searcher_restarts={run.settings.searcher_restarts} restarts are used up)") from error
+    run.progress.message(f"searcher {index} {message} ({run.totals.searcher_restarts} of {run.settings.searcher_restarts} restarts); "
+                         f"{len(lost)} prompts are handed out again")
+    job = thread.unfinished_job()
+    if job is not None:
+      self.jobs.put(job)
+
+  def evaluate(self, step: int, weights: Callable[[], Weights]) -> None:
     """Queues an evaluation for the first searcher."""
     self.jobs.put(EvalJob(step, weights))
     self.num_jobs_given += 1
@@ -140,6 +163,7 @@ class SearcherPool:
     for thread in self._threads:
       if thread.searcher.index not in late:
         thread.searcher.abandon()  # a resume hands their prompts out again, with the same keys
+        thread.searcher.close()
     return [f"searcher {index}" for index in late]
 
 
@@ -161,12 +185,12 @@ def run_async(run: Run) -> None:
 def _train(run: Run, pool: SearcherPool) -> None:
   settings = run.settings
   if run.step > 0 and run.totals.last_eval_step < 0:  # the run was stopped before its first evaluation was through
-    pool.evaluate(0, run.initial_weights())
+    pool.evaluate(0, run.initial_weights)
   _evaluate_if_due(run, pool)
   prepared = _next_batch(run, pool, version=run.trainer.version) if run.step < settings.steps else None
   while prepared is not None:
     run.begin_training()
-    with run.timeline.span("trainer", "step"):
+    with run.doing("step"):
       run.trainer.dispatch(prepared)
       prepared = None
       try:
@@ -193,11 +217,12 @@ def _next_batch(run: Run, pool: SearcherPool, *, version: int) -> Prepared | Non
   """Waits for rollouts, if it must; None if the run was stopped."""
 
   def alive() -> None:
+    run.heartbeat.beat("wait")
     pool.watch()
     if run.stop.is_set():
       run.exchange.stop()
 
-  with run.timeline.span("trainer", "wait"), run.waits.waiting("trainer"):
+  with run.doing("wait"), run.waits.waiting("trainer"):
     draw = run.exchange.wait_draw(version=version, alive=alive)
   return None if draw is None else run.prepare(draw)
 
@@ -212,5 +237,6 @@ def _await_evaluations(run: Run, pool: SearcherPool) -> None:
   """Waits for the evaluations under way; the last of them is of the final weights."""
   run.exchange.close_admission()
   while run.num_evaluated < pool.num_jobs_given and not run.stop.is_set():
+    run.heartbeat.beat("wait for evaluations")
     pool.watch()
     time.sleep(0.02)

@@ -26,7 +26,7 @@ def run_lockstep(run: Run) -> None:
     draw = _sample_and_draw(run)
     if draw is None:
       return
-    with run.timeline.span("trainer", "step"):
+    with run.doing("step"):
       run.trainer.dispatch(run.prepare(draw))
       run.finish_step()
     run.after_step()
@@ -39,7 +39,7 @@ def run_lockstep(run: Run) -> None:
 def _evaluate(run: Run) -> bool:
   """Evaluates the trainer's weights; False if it was interrupted."""
   searcher = run.searchers[0]
-  weights = run.weights.pin(run.trainer.state.params, run.trainer.version, searcher=0)
+  weights = run.weights.pin(run.trainer.state.params, run.trainer.version, searcher=0)()
   try:
     run.evaluate(searcher, weights, step=run.step, stopped=run.stop.is_set)
   except Interrupted:
@@ -74,20 +74,26 @@ def _sample_and_draw(run: Run) -> Draw | None:
 
 
 def _sample_round(run: Run, num_groups: int) -> list[tuple[Occurrence, RolloutGroup | None]] | None:
-  """Groups of the next occurrences, in their order, shared out to the searchers in turn; None if the run was stopped meanwhile."""
+  """Groups of the next occurrences, in their order, shared out to the searchers in turn; None if the run was stopped meanwhile.
+
+  What ends a round early, an exception too, takes it back: the ledger still has its occurrences under way, so that a resume hands
+  them out again, with the same keys.
+  """
   before = [dataclasses.replace(searcher.counts) for searcher in run.searchers]
   for searcher in run.searchers:
     searcher.give(run.weights.latest(searcher.index))
   for i in range(num_groups):
     run.searchers[i % len(run.searchers)].start(run.exchange.next_occurrence())
   finished: list[tuple[Occurrence, RolloutGroup | None]] = []
-  for searcher in run.searchers:
-    while not searcher.is_idle():
-      if run.stop.is_set():
-        # The ledger still has these occurrences under way: a resume hands them out again, with the same keys.
-        for other, counts in zip(run.searchers, before):
-          other.abandon()
-          other.counts = counts
-        return None
-      finished += searcher.step()
-  return sorted(finished, key=lambda item: item[0].occurrence)
+  whole = False
+  try:
+    for searcher in run.searchers:
+      while not searcher.is_idle() and not run.stop.is_set():
+        finished += searcher.step()
+    whole = all(searcher.is_idle() for searcher in run.searchers)
+  finally:
+    if not whole:
+      for searcher, counts in zip(run.searchers, before):
+        searcher.abandon()
+        searcher.counts = counts
+  return sorted(finished, key=lambda item: item[0].occurrence) if whole else None

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from tba_jax.checkpoints.run_state import RunState, Snapshot
+from tba_jax.deadlines import Heartbeat
 from tba_jax.evaluate import Evaluation, evaluate_greedy
-from tba_jax.meters import StalenessStats, Timeline, WaitMeter
+from tba_jax.meters import StalenessStats, Timeline, WaitMeter, bottleneck
 from tba_jax.metrics import MetricsWriter, Progress, RolloutLog, format_secs
 from tba_jax.runtime.exchange import Exchange
 from tba_jax.runtime.reference import Reference
@@ -58,6 +60,8 @@ class RunSettings:
   max_new_tokens: int
   rollouts_per_step: int
   searcher_restarts: int
+  replay_order: str  # folder of the run whose order is followed; "": none
+  hang_secs: float
   stop_timeout_secs: float
 
 
@@ -95,7 +99,8 @@ _SEARCHER_COUNTS = tuple(field.name for field in dataclasses.fields(SearcherCoun
 class Run:
   """The parts of a run and its books. Drivers (`lockstep`, `local`) decide who does what when.
 
-  `reference`: None where it never moves. `began`: time.monotonic() when the process began its work.
+  `reference`: None where it never moves. `make_searcher` makes another searcher with an index, on the devices that the first one
+  with it has. `began`: time.monotonic() when the process began its work.
   Thread-safe where searchers call it: `note_group`, `note_gap`, `record_evaluation`.
   """
 
@@ -108,6 +113,7 @@ class Run:
       trainer: Trainer,
       reference: Reference | None,
       searchers: list[Searcher],
+      make_searcher: Callable[[int], Searcher],
       exchange: Exchange,
       weights: WeightStore,
       run_state: RunState,
@@ -124,6 +130,8 @@ class Run:
     self.reference = reference
     self.run_state, self.writer, self.rollouts = run_state, writer, rollouts
     self.timeline, self.waits, self.progress, self.stop = timeline, waits, progress, stop
+    self.heartbeat = Heartbeat("the main thread")  # of the thread that trains and, in lockstep, samples
+    self._make_searcher = make_searcher
     self.staleness = StalenessStats()
     self.totals = Totals()
     self.published_version = -1
@@ -165,7 +173,26 @@ class Run:
       else:
         self.note_gap(gap)
 
+  def replace_searcher(self, index: int) -> Searcher:
+    """Another searcher in the place of one that was given up, whose counts stand."""
+    old, self.searchers[index] = self.searchers[index], self._make_searcher(index)
+    self.searchers[index].use_programs_of(old)
+    if self.reference is not None:
+      self.searchers[index].set_reference(self.reference.copies()[index], self.reference.version)
+    with self._lock:
+      for name in _SEARCHER_COUNTS:
+        setattr(self.totals, name, getattr(self.totals, name) + getattr(old.counts, name))
+    return self.searchers[index]
+
   # --- Steps ---
+
+  @contextlib.contextmanager
+  def doing(self, kind: str) -> Iterator[None]:
+    """A stretch of the main thread's work, for the timeline and for those who watch whether it goes on."""
+    self.heartbeat.beat(kind)
+    with self.timeline.span("trainer", kind):
+      yield
+    self.heartbeat.beat(f"after {kind}")
 
   @property
   def step(self) -> int:
@@ -219,6 +246,8 @@ class Run:
     totals.trained_responses += int(report.draw.valid.sum())
     totals.skipped_updates += int(report.metrics["skipped"])
     self.staleness.add(report.staleness)
+    if report.residuals is not None:
+      self.exchange.update_priorities(report.draw.rows, report.residuals)
     with self._lock:
       groups, self._fresh_groups = self._fresh_groups, []
       gaps, self._gaps = self._gaps, []
@@ -276,10 +305,10 @@ class Run:
 
   def publish(self, *, wait: bool) -> None:
     """Sends the trainer's weights to the searchers."""
-    with self.timeline.span("trainer", "publish"):
+    with self.doing("publish"):
       self.weights.publish(self.trainer.state.params, self.trainer.version, wait=wait)
     self.published_version = self.trainer.version
-    self.exchange.mark_publish(self.trainer.version)
+    self.exchange.mark_publish(self.trainer.version, step=self.step)
 
   # --- Evaluation ---
 
@@ -295,7 +324,7 @@ class Run:
       return self.searchers[0].reference_weights()
     like = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.trainer.state.params)
-    return self.weights.pin(self.run_state.load_initial(like), 0, searcher=0)
+    return self.weights.pin(self.run_state.load_initial(like), 0, searcher=0)()
 
   def mark_evaluating(self) -> None:
     """The evaluation of this step is under way."""
@@ -306,17 +335,18 @@ class Run:
     with self.timeline.span(f"searcher{searcher.index}", "eval"), searcher.lend_engine() as engine:
       result = evaluate_greedy(
           engine, weights, self.eval_prompts, reward=searcher.eval_reward, response_text=self.task.response_text,
-          max_new_tokens=self.settings.max_new_tokens, stopped=stopped, on_progress=self._eval_progress(step))
+          max_new_tokens=self.settings.max_new_tokens, stopped=stopped, on_progress=self._eval_progress(step, searcher.heartbeat))
     self.record_evaluation(result, step=step)
     return result
 
-  def _eval_progress(self, step: int) -> Callable[[int], None]:
-    """Says every few seconds how far a long evaluation is."""
+  def _eval_progress(self, step: int, heartbeat: Heartbeat) -> Callable[[int], None]:
+    """Beats at every chunk, and says every few seconds how far a long evaluation is."""
     began = said = time.monotonic()
     of = len(self.eval_prompts)
 
     def on_progress(done: int) -> None:
       nonlocal said
+      heartbeat.beat("eval")
       now = time.monotonic()
       if done < of and now - said >= _SAY_EVAL_SECS:
         said = now
@@ -364,14 +394,16 @@ class Run:
   def save(self, *, wait: bool = False) -> None:
     """Writes a checkpoint of this moment; no step may be under way."""
     self.after_step()
-    with self.timeline.span("trainer", "checkpoint"):
+    with self.doing("checkpoint"):
+      self.run_state.join()
       self.weights.join()  # what was published last is what the searchers will have been given
-      arrays, exchange = self.exchange.state_dict()
+      arrays, exchange = self.exchange.state_dict(missing=self.run_state.missing)
       counts = self.searcher_counts()
       with self._lock:
         totals = dataclasses.asdict(self.totals) | counts
         gaps = [dataclasses.asdict(gap) for gap in self._gaps]
       totals |= {"wall_secs": self.wall_secs(), "train_secs": self.train_secs()}
+      self.published_version = self.weights.latest(0).version  # of what did arrive
       held_back = self.published_version != self.trainer.version
       meta = {
           "exchange": exchange, "totals": {k: v for k, v in totals.items() if not _is_nan(v)}, "gaps": gaps,
@@ -412,7 +444,14 @@ class Run:
     train_secs = self.train_secs()
     decode = self.timeline.busy_overlap(
         "trainer", {"step"}, other_actors={f"searcher{s.index}" for s in self.searchers}, other_kinds={"decode"})
+    searchers = [f"searcher{s.index}" for s in self.searchers]
+    shares = {side: self.timeline.shares(actors, since_secs=self._train_began or time.monotonic(), but=("eval",))
+              for side, actors in (("trainer", ["trainer"]), ("searcher", searchers))}
+    waits = [shares[side].get("wait", 0.0) for side in ("trainer", "searcher")]
+    take_turns = "neither: they take turns" if settings.mode != "async" else bottleneck(*waits)
     return {
+        "bottleneck": take_turns, "trainer_shares": shares["trainer"], "searcher_shares": shares["searcher"],
+        "staleness_histogram": self.staleness.histogram(), "age_losses": self.exchange.buffer.age_losses(),
         "accuracy_before": totals.accuracy_before, "accuracy_after": totals.accuracy_after, "accuracy_best": totals.accuracy_best,
         "best_step": totals.best_step, "eval_size": len(self.eval_prompts), "wall_seconds": self.wall_secs(),
         "train_seconds": train_secs, "steps": self.step, "version": self.trainer.version, "skipped_updates": totals.skipped_updates,
@@ -424,6 +463,7 @@ class Run:
         **self.staleness.summary(),
         "trainer_wait_seconds": self.waits.seconds("trainer"), "searcher_wait_seconds": self.waits.seconds("searcher"),
         "searchers_decode_while_trainer_steps": decode, "searcher_restarts": totals.searcher_restarts,
+        "late_groups": self.exchange.num_late_groups, "failed_checkpoints": self.run_state.num_failed,
         "logprob_gap_max": totals.logprob_gap_max, "logprob_gap_p95": totals.logprob_gap_p95,
         "logprob_tokens_compared": totals.logprob_tokens_compared, "seed": settings.seed, "mode": settings.mode, "loss": settings.loss,
     }

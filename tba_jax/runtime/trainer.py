@@ -40,6 +40,7 @@ class StepReport:
   num_tokens: int
   real_token_share: float
   secs: float
+  residuals: np.ndarray | None  # float32 [N], |log Z - delta| in nats of the draw's rows; None: not asked for, or the update was skipped
 
 
 class Trainer:
@@ -130,7 +131,9 @@ class Trainer:
     """
     assert self._under_way is not None
     (prepared, metrics, began), self._under_way = self._under_way, None
-    metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
+    metrics = jax.device_get(metrics)
+    residuals = metrics.pop("residuals_N", None)
+    metrics = {name: float(value) for name, value in metrics.items()}
     draw, trained_at = prepared.draw, self.version
     self.steps += 1
     skipped = bool(metrics["skipped"])
@@ -146,8 +149,8 @@ class Trainer:
     valid = draw.valid
     return StepReport(
         metrics=metrics, draw=draw, trained_at=trained_at, staleness=(trained_at - draw.versions[valid]).astype(np.int64),
-        num_tokens=int(draw.lengths[valid].sum()), real_token_share=prepared.real_token_share,
-        secs=time.monotonic() - began)
+        num_tokens=int(draw.lengths[valid].sum()), real_token_share=prepared.real_token_share, secs=time.monotonic() - began,
+        residuals=None if skipped else residuals)
 
   def _dump(self, prepared: Prepared) -> pathlib.Path:
     path = self._dump_folder / f"nonfinite_step_{self.steps}.npz"
