@@ -11,7 +11,7 @@ import pytest
 
 from configs import gsm8k, math as math_config, quickstart, sft_gsm8k, tldr
 from tba_jax import config as config_lib
-from tba_jax import config_schema
+from tba_jax import config_rules, config_schema
 from tba_jax.config import ConfigError, DeviceCounts, parse_arg, resolve_devices
 from tba_jax.learner import OPTIMIZERS, SCHEDULES
 from tba_jax.losses.registry import LOSSES
@@ -67,7 +67,7 @@ def _problems(config, *, num_devices=3):
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_configs_are_valid_locked_and_have_the_public_keys(name, monkeypatch, tmp_path):
   # Whether the weights' package is installed is not the config's business here.
-  monkeypatch.setattr(config_lib.importlib.metadata, "distribution", lambda name: None)
+  monkeypatch.setattr(config_rules.importlib.metadata, "distribution", lambda name: None)
   module, arg, num_devices = SHIPPED[name]
   config = module.get_config(arg)
   assert config.is_locked
@@ -470,7 +470,7 @@ def test_data_folder(tmp_path):
 
 
 def test_data_needs_tensorflow_datasets_where_no_folder_is_given(monkeypatch):
-  monkeypatch.setattr(config_lib, "_has_module", lambda name: False)
+  monkeypatch.setattr(config_rules, "_has_module", lambda name: False)
   assert _problems(_gsm8k_with(""), num_devices=8) == (
     "data.path='' reads gsm8k by tensorflow-datasets, which is not installed; install it, or give a folder with "
     "train.jsonl and test.jsonl",)

@@ -15,6 +15,7 @@ ORDER = (
     ("deadlines",),
     ("losses",),
     ("config_schema",),
+  ("config_rules",),
     ("config",),
     ("sharding",),
     ("rewards",),
