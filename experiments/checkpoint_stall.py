@@ -44,7 +44,7 @@ def measure(buffer_gb: float, repeats: int, step_secs: float) -> dict:
   import jax.numpy as jnp
 
   from experiments.bench_buffer import Feed
-  from tba_jax import learner
+  from tba_jax import learner, optimizers
   from tba_jax.checkpoints.run_state import RunState, Snapshot
   from tba_jax.models import transformer
   from tba_jax.models.variants import new_model_config
@@ -56,8 +56,8 @@ def measure(buffer_gb: float, repeats: int, step_secs: float) -> dict:
   trainer_device, searcher_device = jax.devices()[:2]
   with jax.default_device(trainer_device):
     params = jax.jit(lambda key: transformer.init_params(cfg, key, jnp.float32))(jax.random.key(0))
-    schedule = learner.make_schedule("constant", learning_rate=1e-5, warmup_steps=0)
-    state = learner.init_train_state(params, learner.make_optimizer("adamw", schedule=schedule, clip_norm=1.0))
+    schedule = optimizers.make_schedule("constant", learning_rate=1e-5, warmup_steps=0)
+    state = learner.init_train_state(params, optimizers.make_optimizer("adamw", schedule=schedule, clip_norm=1.0))
   if not step_secs:
     rows = jnp.ones((MICRO_ROWS, STEP_TOKENS), jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(STEP_TOKENS), rows.shape)

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from tba_jax import config as config_lib
-from tba_jax import learner, metrics, placement, sharding, supervised
+from tba_jax import learner, metrics, optimizers, placement, sharding, supervised
 from tba_jax.checkpoints.huggingface import load_model
 from tba_jax.checkpoints.model_folder import read_model_folder, save_model_folder
 from tba_jax.checkpoints.run_state import RunState
@@ -162,9 +162,9 @@ def _fine_tune(
 ) -> Any | None:
   """Supervised fine-tuning of fresh parameters; None if it was stopped."""
   sft, train = config.sft, config.train
-  schedule = learner.make_schedule(
+  schedule = optimizers.make_schedule(
       "cosine", learning_rate=sft.learning_rate, warmup_steps=sft.warmup_steps, decay_steps=sft.steps - sft.warmup_steps)
-  optimizer = learner.make_optimizer("adamw", schedule=schedule, clip_norm=1.0, b1=train.b1, b2=train.b2, eps=train.eps)
+  optimizer = optimizers.make_optimizer("adamw", schedule=schedule, clip_norm=1.0, b1=train.b1, b2=train.b2, eps=train.eps)
   step = learner.make_train_step(
       cfg, make_loss("sft"), optimizer, temperature=1.0, compute_dtype=jnp.dtype(train.compute_dtype), remat=train.remat,
       micro_batches=sft.micro_batches, chunk_tokens=train.head_chunk_tokens, whole_groups_per_micro_batch=True,
@@ -302,13 +302,13 @@ def check_memory(config: ConfigDict, cfg: ModelConfig, devices: Sequence[jax.Dev
 # --- Trainer and buffer ---
 
 
-def make_step(config: ConfigDict, cfg: ModelConfig, mesh: Mesh) -> tuple[Callable[..., Any], learner.Optimizer]:
+def make_step(config: ConfigDict, cfg: ModelConfig, mesh: Mesh) -> tuple[Callable[..., Any], optimizers.Optimizer]:
   """The jitted train step on a mesh, and its optimizer."""
   train = config.train
-  schedule = learner.make_schedule(
+  schedule = optimizers.make_schedule(
       train.schedule, learning_rate=train.learning_rate, warmup_steps=train.warmup_steps, stable_steps=train.stable_steps,
       decay_steps=train.decay_steps)
-  optimizer = learner.make_optimizer(
+  optimizer = optimizers.make_optimizer(
       train.optimizer, schedule=schedule, clip_norm=train.clip_norm, weight_decay=train.weight_decay, b1=train.b1, b2=train.b2,
       eps=train.eps)
   step = learner.make_train_step(
@@ -332,7 +332,7 @@ def build_trainer(config: ConfigDict, cfg: ModelConfig, params: Any, mesh: Mesh,
   train, lora = config.train, lora_settings(config)
   step, optimizer = make_step(config, cfg, mesh)
   beta_at_update = functools.partial(
-      learner.beta_at, beta_init=config.loss.beta_init, beta_final=config.loss.beta_final,
+      optimizers.beta_at, beta_init=config.loss.beta_init, beta_final=config.loss.beta_final,
       beta_decay_steps=config.loss.beta_decay_steps)
   frozen = ()
   if lora is not None:

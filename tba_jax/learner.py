@@ -1,4 +1,4 @@
-"""One optimizer step as one jitted function, and the schedules that feed it.
+"""One optimizer step as one jitted function.
 
     log_pi = token_logprobs(params, batch);   loss, metrics = loss_fn(log_pi, batch, beta=beta);   params <- optimizer
 
@@ -10,9 +10,8 @@ they were.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,134 +26,10 @@ from tba_jax.models import lora as lora_lib
 from tba_jax.models import transformer
 from tba_jax.models.heads import token_logprobs
 from tba_jax.models.variants import ModelConfig
+from tba_jax.optimizers import Optimizer
 from tba_jax.types import Batch, TrainState
 
-SCHEDULES = ("constant", "linear", "cosine", "wsd")
-OPTIMIZERS = ("adamw", "adafactor", "sgd")
-DECAYED_LEAVES = ("kernel", "table", "lora_a", "lora_b")
-
 Metrics = dict[str, jax.Array]
-
-
-class Optimizer(NamedTuple):
-  """An optax transformation with the schedule that it follows (which the step reports)."""
-
-  init: Callable[[Any], Any]
-  update: Callable[..., tuple[Any, Any]]
-  schedule: Callable[[Any], Any]
-
-
-def make_schedule(
-  name: str, *, learning_rate: float, warmup_steps: int = 0, stable_steps: int = 0, decay_steps: int = 0
-) -> Callable[[Any], jax.Array]:
-  """Learning rate as a function of the updates applied so far; it is that of the next one, u = count + 1.
-
-      u <= warmup: learning_rate u / warmup;   then learning_rate;   then decay to 0 at u = warmup + stable + decay
-
-  The first update already learns, and the last of a full decay does not (the order of the paper's code, which steps its
-  scheduler before its optimizer).
-
-  Args:
-    name: "constant" (after the warmup), "linear" or "cosine" (decay right after the warmup), "wsd" (warmup, stable,
-      linear decay).
-    learning_rate: the highest.
-    warmup_steps, stable_steps, decay_steps: lengths in applied updates. A run may stop before the decay ends, as the
-      paper's 700-step GSM8K run does (50 / 350 / 600).
-  Raises: ValueError for an unknown name, a rate that is not positive, a negative length, or a length that the schedule
-  does not use.
-  """
-  if name not in SCHEDULES:
-    raise ValueError(f"schedule {name!r} is unknown; choose one of {', '.join(SCHEDULES)}.")
-  if not (math.isfinite(learning_rate) and learning_rate > 0):
-    raise ValueError(f"learning_rate={learning_rate} must be a positive number.")
-  lengths = {"warmup_steps": warmup_steps, "stable_steps": stable_steps, "decay_steps": decay_steps}
-  for length_name, value in lengths.items():
-    if value < 0:
-      raise ValueError(f"{length_name}={value} must not be negative.")
-  if stable_steps and name != "wsd":
-    raise ValueError(f"stable_steps={stable_steps} means nothing to schedule {name!r}; set it to 0, or choose 'wsd'.")
-  if (decay_steps > 0) != (name != "constant"):
-    rule = "it must be 0" if name == "constant" else "it must be at least 1"
-    raise ValueError(f"decay_steps={decay_steps} does not suit schedule {name!r}: {rule}.")
-
-  def schedule(count: Any) -> jax.Array:
-    update = jnp.asarray(count, jnp.float32) + 1.0
-    warm = jnp.minimum(update / max(warmup_steps, 1), 1.0) if warmup_steps else jnp.float32(1.0)
-    if name == "constant":
-      return learning_rate * warm
-    done = jnp.clip((update - warmup_steps - stable_steps) / decay_steps, 0.0, 1.0)
-    left = 0.5 * (1.0 + jnp.cos(jnp.pi * done)) if name == "cosine" else 1.0 - done
-    return learning_rate * warm * left
-
-  return schedule
-
-
-def beta_at(update: int, *, beta_init: float, beta_final: float, beta_decay_steps: int) -> float:
-  """KL temperature of one update: linear from beta_init, beta_final from update `beta_decay_steps` on.
-
-      u < beta_decay_steps: beta_final f + beta_init (1 - f), f = (u - 1) / beta_decay_steps;   else beta_final
-
-  As in the paper's code, the last step of the way down is a small jump. It goes by applied updates, so that a skipped
-  one is retried at the same beta.
-
-  Args:
-    update: number of the update, from 1.
-    beta_init, beta_final: reward units per nat.
-    beta_decay_steps: 0 or 1: beta_final always.
-  """
-  if update >= beta_decay_steps:
-    return beta_final
-  fraction = (update - 1) / beta_decay_steps
-  return beta_final * fraction + beta_init * (1.0 - fraction)
-
-
-def make_optimizer(
-  name: str = "adamw",
-  *,
-  schedule: Callable[[Any], Any],
-  clip_norm: float,
-  weight_decay: float = 0.0,
-  b1: float = 0.9,
-  b2: float = 0.99,
-  eps: float = 1e-8,
-) -> Optimizer:
-  """Clipping by global norm, then the named optimizer.
-
-  Args:
-    name: "adamw"; "adafactor" (factored second moments, no first: a fraction of the memory; b1, b2 and eps do not
-      apply); "sgd" (plain).
-    schedule: learning rate by applied updates.
-    clip_norm: largest global norm of the gradient; it is scaled down to this, over all parameters alike.
-    weight_decay: per unit of learning rate; only of matrices and tables. Norm scales and biases go undecayed, by name:
-      their leaves are stacked over layers, so their rank does not tell them apart.
-    b1, b2, eps: of Adam.
-  Raises: ValueError for an unknown name, a clip_norm that is not positive, or weight decay asked of sgd.
-  """
-  if name not in OPTIMIZERS:
-    raise ValueError(f"optimizer {name!r} is unknown; choose one of {', '.join(OPTIMIZERS)}.")
-  if not clip_norm > 0:
-    raise ValueError(f"clip_norm={clip_norm} must be positive; use inf for no clipping.")
-  if name == "sgd":
-    if weight_decay:
-      raise ValueError(f"weight_decay={weight_decay} is not part of optimizer 'sgd'; set it to 0.")
-    rule = optax.sgd(schedule)
-  elif name == "adamw":
-    rule = optax.adamw(schedule, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decay_mask)
-  else:
-    # optax adds the decay after scaling by the learning rate, so it is not per unit of learning rate there: chained by
-    # hand.
-    rule = optax.chain(
-      optax.adafactor(None, multiply_by_parameter_scale=False, clipping_threshold=1.0),
-      optax.add_decayed_weights(-weight_decay, mask=decay_mask),
-      optax.scale_by_schedule(schedule),
-    )
-  transform = optax.chain(optax.clip_by_global_norm(clip_norm), rule) if math.isfinite(clip_norm) else rule
-  return Optimizer(transform.init, transform.update, schedule)
-
-
-def decay_mask(params: Any) -> Any:
-  """True for the leaves that weight decay applies to: matrices and tables, by the last name of their path."""
-  return jax.tree_util.tree_map_with_path(lambda path, _: sharding.path_name(path[-1:]) in DECAYED_LEAVES, params)
 
 
 def init_train_state(params: Any, optimizer: Optimizer, *, mesh: Mesh | None = None) -> TrainState:
@@ -167,7 +42,7 @@ def init_train_state(params: Any, optimizer: Optimizer, *, mesh: Mesh | None = N
   Args:
     params: parameter tree of jax arrays, all on one device or all laid out on one mesh; with `mesh`, anything that can
       be put there.
-    optimizer: from `make_optimizer`.
+    optimizer: from `optimizers.make_optimizer`.
     mesh: lay the parameters out on this mesh by the rules of `tba_jax.sharding`.
   """
   if mesh is not None:
@@ -240,7 +115,7 @@ def make_train_step(
   Args:
     cfg: the model.
     loss_fn: (log_pi [B, T], batch, beta=) -> (loss, metrics), normalised by the batch's own counts.
-    optimizer: from `make_optimizer`.
+    optimizer: from `optimizers.make_optimizer`.
     temperature: of log_pi; the same as of log_ref.
     compute_dtype: of activations and matrix products; parameters, log-probabilities and losses are float32.
     remat: what the backward pass computes again, by the model's name for it.

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tba_jax import learner, sharding
+from tba_jax import optimizers, sharding
 from tba_jax.checkpoints.gguf import read_gguf
 from tba_jax.checkpoints.locate import PACKAGE, in_package
 from tba_jax.checkpoints.stored import read_json
@@ -83,7 +83,7 @@ def placements(
   params = whole if lora is None else lora_lib.abstract_adapters(cfg, settings=lora)
   layout = sharding.param_shardings(params, mesh)
   # Of the optimizer only the shapes matter here, and those do not depend on rates.
-  transform = learner.make_optimizer(optimizer, schedule=learner.make_schedule("constant", learning_rate=1.0),
+  transform = optimizers.make_optimizer(optimizer, schedule=optimizers.make_schedule("constant", learning_rate=1.0),
                                      clip_norm=1.0)
   moments = jax.eval_shape(transform.init, params)
   moments_layout = sharding.state_shardings(moments, params, layout, mesh)

@@ -13,9 +13,9 @@ from configs import gsm8k, math as math_config, quickstart, sft_gsm8k, tldr
 from tba_jax import config as config_lib
 from tba_jax import config_rules, config_schema
 from tba_jax.config import ConfigError, DeviceCounts, parse_arg, resolve_devices
-from tba_jax.learner import OPTIMIZERS, SCHEDULES
 from tba_jax.losses.registry import LOSSES
 from tba_jax.models.kernels import TRAIN_BACKENDS
+from tba_jax.optimizers import OPTIMIZERS, SCHEDULES
 from tba_jax.models.transformer import REMAT_POLICIES
 from tba_jax.replay.checks import ORDERS
 from tba_jax.replay.priorities import PRIORITIES

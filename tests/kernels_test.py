@@ -16,7 +16,7 @@ from jax.experimental import pallas, topologies
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from configs import quickstart
-from tba_jax import build, learner, sharding
+from tba_jax import build, learner, optimizers, sharding
 from tba_jax.config import ConfigError
 from tba_jax.losses.registry import make_loss
 from tba_jax.models import attention, kernels, transformer
@@ -266,7 +266,7 @@ def test_a_train_step_with_splash_compiles_for_tpu(tpu_devices):
   # Alternating windows, a soft cap, heads of 64, two kv heads on four devices: all that the kernel must put up with.
   cfg = dataclasses.replace(
     CFG, num_heads=8, head_dim=64, mlp_size=64, window=40, sliding_layers=(True, False), attn_softcap=30.0)
-  optimizer = learner.make_optimizer("sgd", schedule=lambda _: 1e-3, clip_norm=1.0)
+  optimizer = optimizers.make_optimizer("sgd", schedule=lambda _: 1e-3, clip_norm=1.0)
   step = learner.make_train_step(
     cfg, make_loss("tb_vargrad"), optimizer, temperature=1.0, compute_dtype=jnp.bfloat16, remat="full", micro_batches=1,
     chunk_tokens=256, backend="splash", mesh=mesh)
@@ -277,7 +277,7 @@ def test_a_train_step_with_splash_compiles_for_tpu(tpu_devices):
   assert not re.search(r"\[[\d,]*160,160\]", text)  # no array of all scores, nor a mask
 
 
-def abstract_state(cfg: ModelConfig, optimizer: learner.Optimizer) -> TrainState:
+def abstract_state(cfg: ModelConfig, optimizer: optimizers.Optimizer) -> TrainState:
   params, counter = transformer.abstract_params(cfg), jax.ShapeDtypeStruct((), jnp.int32)
   return TrainState(params, jax.eval_shape(optimizer.init, params), counter, counter, counter)
 

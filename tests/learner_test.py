@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tba_jax import learner, sharding
+from tba_jax import learner, optimizers, sharding
 from tba_jax.losses.registry import make_loss
 from tba_jax.models import transformer
 from tba_jax.models.variants import ModelConfig
@@ -73,9 +73,9 @@ def make_step(loss="tb_vargrad", *, optimizer=None, **options):
 
 
 @functools.cache
-def sgd() -> learner.Optimizer:
+def sgd() -> optimizers.Optimizer:
   """Plain gradient descent whose state is the last gradient: read off the parameters, it would lose digits."""
-  rule = learner.make_optimizer("sgd", schedule=lambda _: RATE, clip_norm=np.inf)
+  rule = optimizers.make_optimizer("sgd", schedule=lambda _: RATE, clip_norm=np.inf)
 
   def update(grads, state, params):
     updates, _ = rule.update(grads, rule.init(params), params)
@@ -85,9 +85,9 @@ def sgd() -> learner.Optimizer:
 
 
 @functools.cache
-def adamw() -> learner.Optimizer:
-  schedule = learner.make_schedule("linear", learning_rate=1e-2, warmup_steps=4, decay_steps=10)
-  return learner.make_optimizer(schedule=schedule, clip_norm=1.0, weight_decay=0.1)
+def adamw() -> optimizers.Optimizer:
+  schedule = optimizers.make_schedule("linear", learning_rate=1e-2, warmup_steps=4, decay_steps=10)
+  return optimizers.make_optimizer(schedule=schedule, clip_norm=1.0, weight_decay=0.1)
 
 
 def mesh_of(sizes: dict[str, int]) -> jax.sharding.Mesh:
@@ -433,7 +433,7 @@ def test_memory_of_a_longer_row_does_not_grow_with_the_vocabulary():
 
 
 def test_wsd_is_the_papers_learning_rate():
-  schedule = learner.make_schedule("wsd", learning_rate=1e-5, warmup_steps=50, stable_steps=350, decay_steps=600)
+  schedule = optimizers.make_schedule("wsd", learning_rate=1e-5, warmup_steps=50, stable_steps=350, decay_steps=600)
   at = lambda update: float(schedule(update - 1))
   assert [at(1), at(25), at(50)] == pytest.approx([1e-5 / 50, 0.5e-5, 1e-5])
   assert [at(51), at(400)] == pytest.approx([1e-5, 1e-5])
@@ -451,7 +451,7 @@ def test_wsd_is_the_papers_learning_rate():
   ],
 )
 def test_schedules_by_hand(name: str, lengths: dict, expected: list[float]):
-  schedule = learner.make_schedule(name, learning_rate=2.0, **lengths)
+  schedule = optimizers.make_schedule(name, learning_rate=2.0, **lengths)
   assert [float(schedule(count)) / 2 for count in range(len(expected))] == pytest.approx(expected, abs=1e-7)
 
 
@@ -469,16 +469,16 @@ def test_schedules_by_hand(name: str, lengths: dict, expected: list[float]):
 )
 def test_what_schedules_refuse(name: str, options: dict, message: str):
   with pytest.raises(ValueError, match=message):
-    learner.make_schedule(name, **{"learning_rate": 1.0, **options})
+    optimizers.make_schedule(name, **{"learning_rate": 1.0, **options})
 
 
 def test_beta_is_the_papers():
-  gsm8k = functools.partial(learner.beta_at, beta_init=0.014, beta_final=0.004, beta_decay_steps=500)
+  gsm8k = functools.partial(optimizers.beta_at, beta_init=0.014, beta_final=0.004, beta_decay_steps=500)
   assert gsm8k(1) == 0.014
   assert gsm8k(251) == pytest.approx(0.009)
   assert gsm8k(499) == pytest.approx(0.004 * 498 / 500 + 0.014 * 2 / 500)
   assert gsm8k(500) == gsm8k(700) == 0.004
-  assert learner.beta_at(1, beta_init=1.0, beta_final=0.5, beta_decay_steps=0) == 0.5
+  assert optimizers.beta_at(1, beta_init=1.0, beta_final=0.5, beta_decay_steps=0) == 0.5
 
 
 def random_gradients(params, seed: int):
@@ -489,7 +489,7 @@ def random_gradients(params, seed: int):
 def test_adamw_clipped_and_decayed_equals_float64():
   rates = [0.1, 0.05, 0.2]
   b1, b2, eps, decay, clip = 0.9, 0.95, 1e-6, 0.3, 0.5
-  optimizer = learner.make_optimizer(
+  optimizer = optimizers.make_optimizer(
     schedule=lambda count: jnp.array(rates)[count], clip_norm=clip, weight_decay=decay, b1=b1, b2=b2, eps=eps
   )
   params = {"layers": {"mlp_norm": {"scale": np.ones((2, 3), np.float32), "bias": np.ones((2, 3), np.float32)},
@@ -517,7 +517,7 @@ def test_adamw_clipped_and_decayed_equals_float64():
 @pytest.mark.parametrize("name", ["adamw", "adafactor"])
 def test_weight_decay_shrinks_matrices_by_rate_times_decay_and_leaves_norms(name: str):
   params = jax.tree.map(jnp.array, start_params())
-  optimizer = learner.make_optimizer(name, schedule=lambda _: 0.1, clip_norm=1.0, weight_decay=0.5)
+  optimizer = optimizers.make_optimizer(name, schedule=lambda _: 0.1, clip_norm=1.0, weight_decay=0.5)
   zeros = jax.tree.map(jnp.zeros_like, params)
   updates, _ = jax.jit(lambda p: optimizer.update(zeros, optimizer.init(p), p))(params)
   for (path, update), leaf in zip(jax.tree_util.tree_leaves_with_path(updates), jax.tree.leaves(params), strict=True):
@@ -526,7 +526,7 @@ def test_weight_decay_shrinks_matrices_by_rate_times_decay_and_leaves_norms(name
 
 
 def test_adafactor_holds_factored_moments_and_learns():
-  optimizer = learner.make_optimizer("adafactor", schedule=lambda _: 1e-2, clip_norm=1.0)
+  optimizer = optimizers.make_optimizer("adafactor", schedule=lambda _: 1e-2, clip_norm=1.0)
   wide = {"lm_head": {"kernel": jnp.zeros((256, 512))}}
   assert sum(leaf.size for leaf in jax.tree.leaves(optimizer.init(wide))) < 2000
   target, found = random_gradients(wide, 0), wide
@@ -555,4 +555,4 @@ def test_clipping_at_infinity_is_none():
 )
 def test_what_optimizers_refuse(options: dict, message: str):
   with pytest.raises(ValueError, match=message):
-    learner.make_optimizer(**{"schedule": lambda _: 1.0, "clip_norm": 1.0, **options})
+    optimizers.make_optimizer(**{"schedule": lambda _: 1.0, "clip_norm": 1.0, **options})

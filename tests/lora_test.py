@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import tiny
-from tba_jax import learner, placement, sharding
+from tba_jax import learner, optimizers, placement, sharding
 from tba_jax.config_schema import LINEAR_LAYERS
 from tba_jax.losses.registry import make_loss
 from tba_jax.models import lora, transformer
@@ -186,8 +186,8 @@ def batch(num_rows: int = 8):
 @functools.cache
 def trained(*, steps: int = 3, mesh=None, base_dtype=jnp.float32, **options):
   """Adapters, metrics and base after a few steps of AdamW, and the base before."""
-  schedule = learner.make_schedule("constant", learning_rate=1e-2)
-  optimizer = learner.make_optimizer("adamw", schedule=schedule, clip_norm=1.0, weight_decay=0.1)
+  schedule = optimizers.make_schedule("constant", learning_rate=1e-2)
+  optimizer = optimizers.make_optimizer("adamw", schedule=schedule, clip_norm=1.0, weight_decay=0.1)
   settings = dict(temperature=0.7, compute_dtype=jnp.float32, remat="full", micro_batches=1, chunk_tokens=32) | options
   step = learner.make_train_step(CFG, make_loss("tb_vargrad"), optimizer, lora=EVERY, mesh=mesh, **settings)
   base = tiny.tiny_params(CFG, dtype=base_dtype)
@@ -212,7 +212,7 @@ def test_steps_change_adapters_and_leave_a_bfloat16_base_bitwise_alone():
   adapters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
   moments = sum(leaf.size for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim)
   assert moments == 2 * adapters < sum(leaf.size for leaf in jax.tree.leaves(base))
-  assert all(jax.tree.leaves(learner.decay_mask(state.params)))
+  assert all(jax.tree.leaves(optimizers.decay_mask(state.params)))
 
 
 @pytest.mark.slow

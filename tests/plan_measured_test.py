@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tba_jax import learner
+from tba_jax import learner, optimizers
 from tba_jax.losses.registry import make_loss
 from tba_jax.models import transformer
 from tba_jax.models.variants import from_huggingface
@@ -49,8 +49,8 @@ def test_train_step_and_decode_within_a_factor_of_two():
   params = jax.device_put(transformer.init_params(CFG, jax.random.key(0)), jax.devices()[0])
 
   rows, tokens = 8, 128
-  schedule = learner.make_schedule("constant", learning_rate=1e-5)
-  optimizer = learner.make_optimizer("adamw", schedule=schedule, clip_norm=1.0)
+  schedule = optimizers.make_schedule("constant", learning_rate=1e-5)
+  optimizer = optimizers.make_optimizer("adamw", schedule=schedule, clip_norm=1.0)
   step = learner.make_train_step(
     CFG, make_loss("sft"), optimizer, temperature=1.0, compute_dtype=jnp.float32, remat="full", micro_batches=2,
     chunk_tokens=256, whole_groups_per_micro_batch=True)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tba_jax import learner
+from tba_jax import learner, optimizers
 from tba_jax.losses.registry import make_loss
 from tba_jax.models import transformer
 from tba_jax.models.lora import LoraSettings, abstract_adapters
@@ -47,8 +47,8 @@ def fixture_unrolled(monkeypatch):
 
 
 def train_step_count(cfg, *, remat, micro_batches, whole_groups, lora=None):
-  schedule = learner.make_schedule("constant", learning_rate=1.0)
-  optimizer = learner.make_optimizer("sgd", schedule=schedule, clip_norm=1.0)
+  schedule = optimizers.make_schedule("constant", learning_rate=1.0)
+  optimizer = optimizers.make_optimizer("sgd", schedule=schedule, clip_norm=1.0)
   mesh = make_mesh(jax.devices()[:1])
   step = learner.make_train_step(
     cfg, make_loss("tb_vargrad"), optimizer, temperature=1.0, compute_dtype=jnp.float32, remat=remat,

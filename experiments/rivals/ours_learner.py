@@ -16,7 +16,7 @@ from configs import quickstart
 from experiments.rivals import ours
 from experiments.rivals.stopwatch import Stopwatch
 from tba_jax import config as config_lib
-from tba_jax import learner
+from tba_jax import learner, optimizers
 from tba_jax import train
 from tba_jax.losses.registry import make_loss
 from tba_jax.replay.collate import collate
@@ -48,8 +48,8 @@ class System(ours.System):
 
   def prepare_learner(self, data: dict[str, Any], settings: dict[str, float], micro_batches: int) -> float:
     """Compiles the train step for the batch; seconds. The state is that before the first update."""
-    optimizer = learner.make_optimizer(
-      "adamw", schedule=learner.make_schedule("constant", learning_rate=settings["learning_rate"]),
+    optimizer = optimizers.make_optimizer(
+      "adamw", schedule=optimizers.make_schedule("constant", learning_rate=settings["learning_rate"]),
       clip_norm=settings["clip_norm"], b1=settings["b1"], b2=settings["b2"], eps=settings["eps"],
     )
     step = learner.make_train_step(
