@@ -30,7 +30,7 @@ from tba_jax.replay.collate import round_up
 from tba_jax.replay.flow import PromptLedger
 from tba_jax.runtime.exchange import Exchange
 from tba_jax.runtime.reference import Reference
-from tba_jax.runtime.run import RunSettings, StopFlag
+from tba_jax.runtime.settings import RunSettings, StopFlag
 from tba_jax.runtime.trainer import Trainer
 from tba_jax.sampling.engine import Engine
 from tba_jax.searcher import SampleSettings, Searcher, cast, make_decode_layout_scorer

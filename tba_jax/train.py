@@ -27,7 +27,8 @@ from tba_jax.meters import WaitMeter
 from tba_jax.runtime.local import run_async
 from tba_jax.runtime.lockstep import run_lockstep
 from tba_jax.runtime.order import OrderLog, run_replay
-from tba_jax.runtime.run import Run, RunSettings, StopFlag
+from tba_jax.runtime.run import Run
+from tba_jax.runtime.settings import RunSettings, StopFlag
 from tba_jax.workdir import as_config_error, say, stop_on_signals, workdir_of_this_run
 
 DONE, FAULT = 0, 1

@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 
 from tba_jax import config as config_lib
 from tba_jax import metrics
-from tba_jax.runtime.run import StopFlag
+from tba_jax.runtime.settings import StopFlag
 
 
 @contextlib.contextmanager

@@ -12,7 +12,8 @@ import pytest
 
 from tba_jax.checkpoints import run_state
 from tba_jax.checkpoints.segments import SegmentStore
-from tba_jax.runtime.run import Run, StopFlag
+from tba_jax.runtime.run import Run
+from tba_jax.runtime.settings import StopFlag
 from tba_jax.searcher import Searcher
 from tba_jax.tasks.arithmetic import ArithmeticTask
 from tba_jax.weights import WeightStore

@@ -17,7 +17,8 @@ from tba_jax.checkpoints.model_folder import read_lora, read_model_folder
 from tba_jax.config import ConfigError
 from tba_jax.models import lora as lora_lib
 from tba_jax.models import transformer
-from tba_jax.runtime.run import Run, StopFlag
+from tba_jax.runtime.run import Run
+from tba_jax.runtime.settings import StopFlag
 from tba_jax.tasks.arithmetic import ArithmeticTask
 from tests import runs
 

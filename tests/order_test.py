@@ -11,7 +11,8 @@ from tba_jax.checkpoints import run_state
 from tba_jax.config import ConfigError
 from tba_jax.models import transformer
 from tba_jax.runtime.order import OrderLog
-from tba_jax.runtime.run import StopFlag, Run
+from tba_jax.runtime.run import Run
+from tba_jax.runtime.settings import StopFlag
 import runs
 
 

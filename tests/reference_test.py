@@ -14,7 +14,8 @@ from tba_jax import build, sharding, train
 from tba_jax.checkpoints import run_state
 from tba_jax.models import transformer
 from tba_jax.runtime.reference import Reference
-from tba_jax.runtime.run import Run, StopFlag
+from tba_jax.runtime.run import Run
+from tba_jax.runtime.settings import StopFlag
 from tba_jax.runtime.trainer import Trainer
 from learner_test import CFG, make_draw, start_params
 import runs

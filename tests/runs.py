@@ -8,7 +8,7 @@ import pathlib
 from configs import quickstart
 from tba_jax import config as config_lib
 from tba_jax import train
-from tba_jax.runtime.run import StopFlag
+from tba_jax.runtime.settings import StopFlag
 from tba_jax.tasks.arithmetic import ArithmeticTask
 
 # Of a line of metrics: what depends on the clock.

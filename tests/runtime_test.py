@@ -15,7 +15,7 @@ from tba_jax.checkpoints import run_state
 from tba_jax.config import ConfigError
 from tba_jax.models import transformer
 from tba_jax import build, metrics
-from tba_jax.runtime.run import StopFlag
+from tba_jax.runtime.settings import StopFlag
 from tba_jax.runtime.trainer import Trainer
 from tba_jax.tasks.arithmetic import ArithmeticTask
 from tba_jax.types import Draw
