@@ -10,7 +10,6 @@ batch asks `can_draw` or catches `NotEnoughData`.
 
 from __future__ import annotations
 
-import array
 import copy
 import heapq
 import threading
@@ -19,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from tba_jax.replay import priorities
 from tba_jax.replay.checks import (
   MIN_ROWS, check_draw, check_group, check_group_fits, check_residuals, check_settings, check_state,
 )
+from tba_jax.replay.choice import TbaChoice
 from tba_jax.replay.indexes import ResponseIndex, VersionIndex, distinct_samples, hash_response
 from tba_jax.replay.store import RowStore
 from tba_jax.types import Draw, RolloutGroup
@@ -77,7 +76,6 @@ class ReplayBuffer:
     check_settings(**self._settings)
     self.priority, self.order = priority, order
     self._capacity, self._capacity_per_prompt = capacity, capacity_per_prompt
-    self._recent_fraction, self._priority_temperature = recent_fraction, priority_temperature
     self._max_uses, self._max_staleness, self._dedup = max_uses, max_staleness, dedup
     self._fifo, self._single = order == "fifo", single_prompt
     self._lock = threading.Lock()
@@ -102,13 +100,10 @@ class ReplayBuffer:
     self._by_version = VersionIndex(capacity) if self._max_staleness >= 0 else None
     self._num_groups = 0  # queued, "fifo" only
     self._queue: list[tuple[int, int, int]] = []  # heap of oldest version, first arrival, first row; groups that left stay in it
-    # Units to choose from: slots of prompts with rows enough for a group, or, with one prompt, its rows. None of them
-    # in "fifo".
-    self._rows_of: dict[int, array.array] = {}  # slot -> its rows, oldest first
-    self._chooser = priorities.UnitChooser(
-      capacity,
-      recent_fraction=self._recent_fraction,
-      weighted=self.priority == "residual" or (self.priority == "reward" and self._single),
+    self._choice = TbaChoice(  # of nothing in "fifo"
+      self._store,
+      capacity=capacity,
+      **{name: settings[name] for name in ("recent_fraction", "priority", "priority_temperature", "single_prompt")},
     )
 
   def add(self, group: RolloutGroup, *, newest_version: int | None = None) -> None:
@@ -142,7 +137,9 @@ class ReplayBuffer:
       else:
         samples, keys = self._make_room(group, samples, keys)
         rows = store.append(group, samples, residual=self._max_residual)
-        self._enter(rows, keys)
+        for key, row in zip(keys, rows.tolist(), strict=self._dedup):
+          self._index.add(key, row)
+        self._choice.enter(rows)
       if self._by_version is not None:
         self._by_version.add(rows, store)
         self._count_by_length("added", rows)
@@ -152,9 +149,7 @@ class ReplayBuffer:
     with self._lock:
       self._version = max(self._version, int(version))
       self._published = [self._published[1], self._store.next_arrival]
-      for unit in self._chooser.recent():
-        if not self._is_recent(unit):
-          self._chooser.age(unit)
+      self._choice.age(self._published[0])
 
   def set_reference(self, ref_version: int) -> None:
     """The reference policy moved: draws give rows that an older one scored without a log_ref, see `update_log_ref`."""
@@ -202,7 +197,11 @@ class ReplayBuffer:
         queued = [self._store.group_of(row) for row in self._first_in_queue(num_prompts)]
         groups, weights = [np.array(rows[:responses_per_prompt], np.int64) for rows in queued], [1.0] * num_prompts
       else:
-        groups, weights = self._choose_groups(num_prompts, responses_per_prompt)
+        if not self._single:
+          self._counts["prompts_skipped"] += len(self._store.slots) - len(self._choice)
+        groups, weights, num_misses = self._choice.choose(
+          self._rng, num_prompts=num_prompts, responses_per_prompt=responses_per_prompt)
+        self._counts["recent_misses"] += num_misses
       draw = self._store.gather(
         groups, weights, num_rows=responses_per_prompt, version=version, ref_version=self._ref_version)
       drawn = np.concatenate(groups)
@@ -235,7 +234,7 @@ class ReplayBuffer:
         self._store.residual[updated] = values[live]
         self._max_residual = max(self._max_residual, float(values[live].max()))
         for slot in np.unique(self._store.slot[updated]).tolist():
-          self._refresh(slot)
+          self._choice.refresh(slot)
 
   def stats(self) -> dict[str, float]:
     """Counters since the start (rows unless named otherwise), and the state now; age from the newest known version."""
@@ -248,7 +247,7 @@ class ReplayBuffer:
         "fill": store.num_live / self._capacity,
         "live_prompts": len(store.slots),
         "drawable_groups": self._num_available(),
-        "recent": self._chooser.num_recent,
+        "recent": self._choice.num_recent,
         "mean_age": self._version - mean_version,
       }
 
@@ -269,7 +268,7 @@ class ReplayBuffer:
     """
     with self._lock:
       arrays, scalars = self._store.save(missing)
-      arrays |= self._chooser.save()
+      arrays |= self._choice.save()
       scalars |= {
         "settings": dict(self._settings),
         "rng": copy.deepcopy(self._rng.bit_generator.state),
@@ -330,27 +329,10 @@ class ReplayBuffer:
       surplus = max(len(samples) - self._capacity_per_prompt, 0)
       self._counts["evicted_prompt_capacity"] += surplus
       samples, keys = samples[surplus:], keys[surplus:]
-      old = self._rows_of.get(store.slots.get(prompt_id, -1), ())
+      old = self._choice.rows_of.get(store.slots.get(prompt_id, -1), ())
       self._remove(list(old[: max(len(old) + len(samples) - self._capacity_per_prompt, 0)]), "evicted_prompt_capacity")
     self._remove(store.oldest_rows(max(store.num_live + len(samples) - self._capacity, 0)), "evicted_capacity")
     return samples, keys
-
-  def _enter(self, rows: np.ndarray, keys: list[int]) -> None:
-    """Makes fresh rows of one group known to the index and to the sets that draws choose from."""
-    for key, row in zip(keys, rows.tolist(), strict=self._dedup):
-      self._index.add(key, row)
-    if self._single:
-      weights = self._row_weights(rows)
-      for row, weight in zip(rows.tolist(), weights.tolist(), strict=True):
-        self._chooser.enter(row, weight=weight)
-      return
-    slot = int(self._store.slot[rows[0]])
-    of_prompt = self._rows_of.setdefault(slot, array.array("q"))
-    of_prompt.extend(rows.tolist())
-    if len(of_prompt) >= MIN_ROWS:
-      self._chooser.enter(slot, weight=self._prompt_weight(slot))
-    else:
-      self._store.set_aside(rows)  # admission must not wait for somebody to use what cannot be drawn
 
   def _remove(self, rows: list[int], reason: str) -> None:
     """Frees live rows and counts them; what draws choose from follows."""
@@ -360,13 +342,11 @@ class ReplayBuffer:
     for row in rows:
       if self._index is not None:
         self._index.remove(row)
-      if by_prompt:
-        self._rows_of[int(self._store.slot[row])].remove(row)
-      elif self._single and not self._fifo:
-        self._chooser.leave(row)
+      if not self._fifo:
+        self._choice.leave(row)
       self._store.remove(row)
     for slot in slots:
-      self._refresh(slot)
+      self._choice.refresh(slot)
 
   def _enqueue(self, row: int) -> None:
     """A whole group, by its first row, waits for its turn."""
@@ -396,36 +376,6 @@ class ReplayBuffer:
     if num_used is not None:
       self._remove(rows[num_used:], "discarded")
 
-  def _refresh(self, slot: int) -> None:
-    """Brings what draws choose from up to date after a prompt lost rows or got new residuals."""
-    rows = self._rows_of[slot]
-    if len(rows) < MIN_ROWS:
-      self._chooser.leave(slot)
-      if rows:
-        self._store.set_aside(np.array(rows))
-      else:
-        del self._rows_of[slot]
-      return
-    if not self._is_recent(slot):
-      self._chooser.age(slot)
-    self._chooser.set_weight(slot, self._prompt_weight(slot))
-
-  def _prompt_weight(self, slot: int) -> float:
-    if self.priority != "residual":
-      return 1.0
-    return priorities.residual_weight(
-      self._store.residual[np.array(self._rows_of[slot])], temperature=self._priority_temperature
-    )
-
-  def _row_weights(self, rows: np.ndarray) -> np.ndarray:
-    if self.priority != "reward":
-      return np.ones(len(rows))
-    return priorities.reward_weight(self._store.reward[rows], temperature=self._priority_temperature)
-
-  def _is_recent(self, unit: int) -> bool:
-    newest_row = unit if self._single else self._rows_of[unit][-1]
-    return bool(self._store.arrival[newest_row] >= self._published[0])
-
   def _drop_stale(self, version: int) -> None:
     self._version = max(self._version, int(version))
     if self._by_version is None:
@@ -453,30 +403,7 @@ class ReplayBuffer:
     """Groups that a batch could hold now."""
     if self._fifo:
       return self._num_groups
-    return int(len(self._chooser) >= MIN_ROWS) if self._single else len(self._chooser)
-
-  def _choose_groups(self, num_prompts: int, responses_per_prompt: int) -> tuple[list[np.ndarray], list[float]]:
-    """Rows of each training group, and the groups' importance weights."""
-    if self._single:
-      choice = self._chooser.choose(self._rng, min(responses_per_prompt, len(self._chooser)))
-      groups, weights = [np.array(choice.units, np.int64)], [1.0]
-    else:
-      self._counts["prompts_skipped"] += len(self._store.slots) - len(self._chooser)
-      choice = self._chooser.choose(self._rng, num_prompts)
-      groups = [
-        self._choose_rows(slot, responses_per_prompt, newest=newest)
-        for slot, newest in zip(choice.units, choice.from_recent, strict=True)
-      ]
-      weights = choice.importance
-    self._counts["recent_misses"] += choice.num_recent_misses
-    return groups, weights
-
-  def _choose_rows(self, slot: int, count: int, *, newest: bool) -> np.ndarray:
-    rows = np.array(self._rows_of[slot], np.int64)
-    if newest:
-      return rows[::-1][:count]
-    scores = self._store.reward[rows] / self._priority_temperature if self.priority == "reward" else None
-    return rows[priorities.choose_rows(self._rng, len(rows), count, scores=scores)]
+    return int(len(self._choice) >= MIN_ROWS) if self._single else len(self._choice)
 
   def _rebuild(self, arrays: dict[str, np.ndarray]) -> None:
     """Derives what is not saved from the rows of the store."""
@@ -487,15 +414,7 @@ class ReplayBuffer:
       for row in rows[store.arrival[rows] == store.first_arrival[rows]].tolist():
         self._enqueue(row)
       return
-    slots = store.slot[rows].tolist()
     if self._index is not None:
-      for row, prompt_id in zip(rows.tolist(), store.prompt_id[slots].tolist(), strict=True):
+      for row, prompt_id in zip(rows.tolist(), store.prompt_id[store.slot[rows]].tolist(), strict=True):
         self._index.add(hash_response(prompt_id, store.tokens[row, : store.length[row]].tobytes()), row)
-    units = np.asarray(arrays["units"])
-    if self._single:
-      weights = self._row_weights(units)
-    else:
-      for row, slot in zip(rows.tolist(), slots, strict=True):
-        self._rows_of.setdefault(slot, array.array("q")).append(row)
-      weights = np.array([self._prompt_weight(slot) for slot in units.tolist()])
-    self._chooser.load(arrays, weights=weights)
+    self._choice.load(arrays, rows=rows, recent_since=self._published[0])
