@@ -250,11 +250,12 @@ def build_searchers(
 
 
 def make_scorer(config: ConfigDict, cfg: ModelConfig, mesh: Mesh | None) -> Callable[..., jax.Array]:
-  """Log-probabilities under the reference, as a searcher takes them."""
+  """Log-probabilities under the reference, as a searcher takes them: no more rows at once than the trainer takes."""
   train = config.train
+  rows_at_once = train.prompts_per_step * train.responses_per_prompt // train.micro_batches
   return learner.make_scorer(
       cfg, temperature=config.sample.temperature, dtype=jnp.dtype(train.compute_dtype), chunk_tokens=train.head_chunk_tokens,
-      backend=train.attention, mesh=mesh)
+      rows_at_once=rows_at_once, backend=train.attention, mesh=mesh)
 
 
 def make_convert(dtype: Any) -> Callable[[Any], Any]:

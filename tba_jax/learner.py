@@ -67,22 +67,32 @@ def fresh_state(params: Any, *, optimizer: Optimizer) -> TrainState:
 
 
 def make_scorer(
-  cfg: ModelConfig, *, temperature: float, dtype: Any, chunk_tokens: int, backend: str = "xla", mesh: Mesh | None = None
+  cfg: ModelConfig, *, temperature: float, dtype: Any, chunk_tokens: int, rows_at_once: int = 0, backend: str = "xla",
+  mesh: Mesh | None = None,
 ) -> Callable[[Any, jax.Array, jax.Array, jax.Array], jax.Array]:
   """Jitted `score(params, tokens, positions, segment_ids) -> log_p` float32 [B, T]: the train step's log_pi, without a
   gradient.
 
   Entry t is log p(token t | tokens < t of its segment) at `temperature` over the full vocabulary; the first of a
   segment and padding are 0. It runs where its arguments are; give `mesh` if that is more than one device. `backend`:
-  see `models.attention`.
+  see `models.attention`. `rows_at_once`: rows whose activations exist at once, 0 for all; more rows go in pieces.
   """
+
+  def piece(params: Any, *rows: jax.Array) -> jax.Array:
+    return token_logprobs(
+      params, cfg, *rows, temperature=temperature, dtype=dtype, chunk_tokens=chunk_tokens, backend=backend, mesh=mesh,
+      constrain=sharding.activation_constraint(mesh),
+    )[0]
 
   @jax.jit
   def score(params: Any, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array) -> jax.Array:
-    return token_logprobs(
-      params, cfg, tokens, positions, segment_ids, temperature=temperature, dtype=dtype, chunk_tokens=chunk_tokens,
-      backend=backend, mesh=mesh, constrain=sharding.activation_constraint(mesh),
-    )[0]
+    rows = (tokens, positions, segment_ids)
+    num_rows, length = tokens.shape
+    if not 0 < rows_at_once < num_rows:
+      return piece(params, *rows)
+    padding = ((0, -num_rows % rows_at_once), (0, 0))
+    pieces = tuple(jnp.pad(x, padding).reshape(-1, rows_at_once, length) for x in rows)
+    return jax.lax.map(lambda part: piece(params, *part), pieces).reshape(-1, length)[:num_rows]
 
   return score
 

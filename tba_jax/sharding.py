@@ -182,6 +182,29 @@ def activation_constraint(mesh: Mesh | None) -> Callable[[jax.Array], jax.Array]
   return lambda x: jax.lax.with_sharding_constraint(x, rows)
 
 
+def by_rows(mesh: Mesh | None, f: Callable[..., Any]) -> Callable[..., Any]:
+  """f(params, *rows) run on each of the rows' devices by itself, with `params` whole there; f where there is but one.
+
+  For loops over pieces of rows: left to the compiler, parameters that are split over "fsdp" would be gathered, and
+  their gradients summed over the devices, in every turn of the loop: with this once, before and after it. What is split
+  over "tensor" stays so. The first axes of rows and results must be multiples of `num_batch_shards`.
+  """
+  if num_batch_shards(mesh) == 1:
+    return f
+  axes = LOGICAL_TO_MESH["batch"]
+  rows = PartitionSpec(axes)
+
+  def local(params: Any, *arrays: jax.Array) -> Any:
+    # Before the loop, so that the sum of the gradients comes after it.
+    return f(jax.tree.map(lambda x: jax.lax.pcast(x, axes, to="varying"), params), *arrays)
+
+  def mapped(params: Any, *arrays: jax.Array) -> Any:
+    in_specs = (PartitionSpec(), *(rows for _ in arrays))
+    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=rows, axis_names=set(axes))(params, *arrays)
+
+  return mapped
+
+
 def split_devices(
   devices: Sequence[jax.Device], *, trainer: int, searchers: int, per_searcher: int, share: bool
 ) -> tuple[list[jax.Device], list[list[jax.Device]]]:

@@ -15,6 +15,7 @@ from tba_jax import learner, optimizers, sharding
 from tba_jax.losses.registry import make_loss
 from tba_jax.models import transformer
 from tba_jax.models.variants import ModelConfig
+from tba_jax.plan import hlo
 from tba_jax.replay.collate import collate, collate_supervised
 from tba_jax.types import Batch, Draw, TrainState
 
@@ -383,6 +384,32 @@ def test_reference_scored_by_the_scorer_equals_log_pi_before_the_first_step():
   elsewhere = np.asarray(score(start_params(), wide.tokens, wide.positions, wide.segment_ids))
   for i in np.flatnonzero(DRAW.valid):
     np.testing.assert_allclose(elsewhere[wide.sequence_ids == i], log_ref[batch.sequence_ids == i], atol=1e-4)
+
+
+def test_scoring_in_pieces_equals_scoring_at_once_and_takes_less_memory():
+  options = dict(temperature=TEMPERATURE, dtype=jnp.float32, chunk_tokens=32)
+  batch = collate(make_draw([3, 9, 5, 6, 7, 2, 8], [0, 0, 0, 0, 1, 1, 1]), row_multiple=1, length_buckets=(16,))
+  rows = (start_params(), batch.tokens, batch.positions, batch.segment_ids)
+  whole, parts = learner.make_scorer(CFG, **options), learner.make_scorer(CFG, rows_at_once=3, **options)
+  np.testing.assert_allclose(parts(*rows), whole(*rows), atol=1e-5)
+  assert np.asarray(whole(*rows)).std() > 0.1
+  many = (start_params(), *(jnp.zeros((64, 512), jnp.int32),) * 3)
+  temp = lambda score: score.lower(*many).compile().memory_analysis().temp_size_in_bytes
+  assert temp(learner.make_scorer(CFG, rows_at_once=8, **options)) < 0.3 * temp(whole)
+
+
+def test_the_head_is_gathered_once_however_many_pieces_its_loop_has():
+  mesh = sharding.make_mesh(jax.devices()[:4])
+  batch = batch_of(make_draw([3, 4, 5, 6, 7, 2, 3, 4], [0, 0, 0, 0, 1, 1, 1, 1]), row_multiple=4)
+
+  def head_bytes(chunk_tokens: int) -> float:
+    step, start = make_step(mesh=mesh, chunk_tokens=chunk_tokens)
+    text = step.lower(start(), batch, BETA).compile().as_text()
+    found = hlo.collectives(text, unknown_trips=1.0)
+    return sum(each.calls * each.wire_bytes for each in found)
+
+  one, many = head_bytes(10_000), head_bytes(8)
+  assert many < 1.05 * one, (many, one)
 
 
 def compile_secs(num_layers: int) -> float:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from tba_jax import sharding
 from tba_jax.models.transformer import Params, hidden_states, masked_logits
 from tba_jax.models.variants import ModelConfig
 
@@ -37,19 +39,24 @@ def token_logprobs(params: Params, cfg: ModelConfig, tokens: jax.Array, position
     params, cfg, tokens, positions, segment_ids, dtype=dtype, remat=remat, backend=backend, mesh=mesh, constrain=constrain
   )
   scored = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] > 0)
-  log_p, entropy = _chunked_head(params, cfg, hidden[:, :-1], tokens[:, 1:], temperature, chunk_tokens)
+  head = {name: params[name] for name in ("embed", "lm_head") if name in params}
+  run = functools.partial(
+    _chunked_head, cfg=cfg, temperature=temperature, size=max(1, chunk_tokens // tokens.shape[0]))
+  if tokens.shape[0] % sharding.num_batch_shards(mesh) == 0:
+    run = sharding.by_rows(mesh, run)
+  log_p, entropy = run(head, hidden[:, :-1], tokens[:, 1:])
   first = ((0, 0), (1, 0))
   return jnp.pad(jnp.where(scored, log_p, 0.0), first), jnp.pad(jnp.where(scored, entropy, 0.0), first)
 
 
-def _chunked_head(params: Params, cfg: ModelConfig, hidden: jax.Array, targets: jax.Array,
-                  temperature: float | jax.Array,
-                  chunk_tokens: int) -> tuple[jax.Array, jax.Array]:
-  """(log_p, entropy) [B, T] of targets [B, T] under the head's distributions at hidden [B, T, D]."""
+def _chunked_head(head: Params, hidden: jax.Array, targets: jax.Array, *, cfg: ModelConfig,
+                  temperature: float | jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+  """(log_p, entropy) [B, T] of targets [B, T] under the head's distributions at hidden [B, T, D], `size` positions at
+  once."""
   batch, length = targets.shape
   if length == 0:
     return jnp.zeros((batch, 0)), jnp.zeros((batch, 0))
-  size = min(length, max(1, chunk_tokens // batch))
+  size = min(length, size)
   num_chunks = -(-length // size)
   pad = num_chunks * size - length
 
@@ -65,7 +72,6 @@ def _chunked_head(params: Params, cfg: ModelConfig, hidden: jax.Array, targets: 
     mean = jnp.sum(jnp.exp(z - log_normaliser[..., None]) * z, axis=-1)
     return at_target - log_normaliser, log_normaliser - mean
 
-  head = {name: params[name] for name in ("embed", "lm_head") if name in params}
   _, chunks = jax.lax.scan(lambda carry, chunk: (carry, score(*chunk, head)), None, (split(hidden), split(targets)))
   log_p, entropy = (jnp.moveaxis(x, 0, 1).reshape(batch, -1)[:, :length] for x in chunks)
   return log_p, entropy
