@@ -52,7 +52,7 @@ def get_config(arg=None):
     responses_per_prompt=24, max_prompt_tokens=512, max_new_tokens=512,
     temperature=0.7,  # the reference code's; policy and reference are both scored at it
     slots=96, chunk_tokens=32, dtype="bfloat16", truncated="score", in_flight=True,
-    lane_samples=1, cache_dtype="bfloat16", recompute_kv=False,
+    lane_samples=1, attention="xla", cache_dtype="bfloat16", recompute_kv=False,
   )
   config.sample.temperature_ladder = ()  # as (0.7, 1.0): searchers in turn, a ladder of exploration
   config.loss = dict(name="tb_vargrad", beta_init=0.014, beta_final=0.004, beta_decay_steps=500)

@@ -50,7 +50,7 @@ def get_config(arg=None):
   config.sample = dict(
     responses_per_prompt=16, max_prompt_tokens=1024, max_new_tokens=2048, temperature=1.0,
     slots=64, chunk_tokens=64, dtype="bfloat16", truncated="score", in_flight=True,
-    lane_samples=1, cache_dtype="bfloat16", recompute_kv=False,
+    lane_samples=1, attention="xla", cache_dtype="bfloat16", recompute_kv=False,
   )
   config.sample.temperature_ladder = ()  # as (0.7, 1.0): searchers in turn, a ladder of exploration
   config.loss = dict(name="tba_prime_ratio", beta_init=0.005, beta_final=0.005, beta_decay_steps=0)

@@ -52,7 +52,7 @@ def get_config(arg=None):
   config.sample = dict(
     responses_per_prompt=16, max_prompt_tokens=22, max_new_tokens=18, temperature=1.0,
     slots=64, chunk_tokens=8, dtype="float32", truncated="zero", in_flight=True,
-    lane_samples=1, cache_dtype="float32", recompute_kv=False,
+    lane_samples=1, attention="xla", cache_dtype="float32", recompute_kv=False,
   )
   config.sample.temperature_ladder = ()  # as (0.7, 1.0): searchers in turn, a ladder of exploration
   config.loss = dict(name="tb_vargrad", beta_init=0.05, beta_final=0.05, beta_decay_steps=0)

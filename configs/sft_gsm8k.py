@@ -44,7 +44,7 @@ def get_config(arg=None):
   config.sample = dict(
     responses_per_prompt=8, max_prompt_tokens=512, max_new_tokens=512, temperature=1.0,
     slots=96, chunk_tokens=32, dtype="bfloat16", truncated="score", in_flight=True,
-    lane_samples=1, cache_dtype="bfloat16", recompute_kv=False,
+    lane_samples=1, attention="xla", cache_dtype="bfloat16", recompute_kv=False,
   )
   config.reference = dict(reset_every_steps=0, ema_decay=0.0)
   config.sample.temperature_ladder = ()  # as (0.7, 1.0): searchers in turn, a ladder of exploration

@@ -58,7 +58,7 @@ def get_config(arg=None):
     responses_per_prompt=20, max_prompt_tokens=512, max_new_tokens=128,
     temperature=0.7,  # the reference code's; policy and reference are both scored at it
     slots=80, chunk_tokens=16, dtype="bfloat16", truncated="score", in_flight=True,
-    lane_samples=1, cache_dtype="bfloat16", recompute_kv=False,
+    lane_samples=1, attention="xla", cache_dtype="bfloat16", recompute_kv=False,
   )
   config.reference = dict(reset_every_steps=0, ema_decay=0.0)  # 50, 0.0: as the paper's TBA'
   config.sample.temperature_ladder = ()  # as (0.7, 1.0): searchers in turn, a ladder of exploration

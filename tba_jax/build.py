@@ -65,6 +65,8 @@ def _check_model(config: ConfigDict, cfg: ModelConfig) -> None:
       lora_lib.adapted_layers(cfg, lora.pattern)
   with as_config_error("train.attention"):
     kernels.check_train_backend(cfg, config.train.attention)
+  with as_config_error("sample.attention"):
+    kernels.check_sample_backend(cfg, config.sample.attention)
 
 
 class ExtraModel(NamedTuple):
@@ -233,7 +235,8 @@ def build_searchers(
     make_engine = functools.partial(
         Engine, cfg, place.device_or_mesh, slots=sample.slots, max_prompt_tokens=sample.max_prompt_tokens,
         max_new_tokens=sample.max_new_tokens, chunk_tokens=sample.chunk_tokens, stop_ids=task.tokenizer.stop_ids, dtype=dtype,
-        log_mu_temperature=sample.temperature, in_flight=sample.in_flight, cache_dtype=jnp.dtype(sample.cache_dtype))
+        log_mu_temperature=sample.temperature, in_flight=sample.in_flight, cache_dtype=jnp.dtype(sample.cache_dtype),
+        attention=sample.attention)
     engine = make_engine(lane_samples=sample.lane_samples, recompute_kv=sample.recompute_kv)
     return Searcher(
         index=index, engine=engine,
@@ -286,7 +289,7 @@ def placements(config: ConfigDict, cfg: ModelConfig, devices: Sequence[jax.Devic
   return placement.placements(
       cfg, devices, trainer=asked.trainer, searchers=asked.searchers, per_searcher=asked.per_searcher, share=asked.share,
       optimizer=config.train.optimizer, param_dtype=config.train.param_dtype, compute_dtype=config.train.compute_dtype,
-      sample_dtype=config.sample.dtype, cache_dtype=config.sample.cache_dtype, slots=config.sample.slots,
+      sample_dtype=config.sample.dtype, cache_dtype=config.sample.cache_dtype, attention=config.sample.attention, slots=config.sample.slots,
       lane_samples=config.sample.lane_samples, max_prompt_tokens=config.sample.max_prompt_tokens,
       max_new_tokens=config.sample.max_new_tokens, buffer_capacity=config.buffer.capacity, lora=lora_settings(config),
       reference_moves=config.reference.reset_every_steps > 0, reference_average=config.reference.ema_decay > 0)

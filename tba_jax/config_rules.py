@@ -223,12 +223,12 @@ def _check_backend(c: Mapping[str, Any]) -> Iterator[str]:
 
 
 # Where each kernel of attention runs, and the dtype that it takes where it takes only one.
-_ATTENTION = {"splash": ("tpu", ""), "cudnn": ("gpu", "bfloat16")}
+_ATTENTION = {"splash": ("tpu", ""), "cudnn": ("gpu", "bfloat16"), "paged": ("tpu", "bfloat16")}
 
 
 def check_attention(c: Mapping[str, Any], platform: str) -> Iterator[str]:
   """What the model itself forbids is found when it is known, by models.kernels."""
-  for key, dtype_key in (("train.attention", "train.compute_dtype"),):
+  for key, dtype_key in (("train.attention", "train.compute_dtype"), ("sample.attention", "sample.cache_dtype")):
     if c[key] == "xla":
       continue
     needed, dtype = _ATTENTION[c[key]]
@@ -236,6 +236,9 @@ def check_attention(c: Mapping[str, Any], platform: str) -> Iterator[str]:
       yield f"{key}={c[key]!r} runs on {needed}, but the devices are {platform}; use {key}=xla"
     if dtype and c[dtype_key] != dtype:
       yield f"{key}={c[key]!r} needs {dtype_key}={dtype}, not {c[dtype_key]}; set it, or use {key}=xla"
+  if c["sample.attention"] == "paged" and c["sample.lane_samples"] > 1:
+    yield (f"sample.lane_samples={c['sample.lane_samples']} must be 1 with sample.attention='paged', whose kernel reads a "
+           "cache for each sample; set one of them otherwise")
 
 
 def _has_module(name: str) -> bool:

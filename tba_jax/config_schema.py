@@ -117,6 +117,7 @@ SCHEMA: dict[str, Rule] = {
   "sample.chunk_tokens": _integer(1),
   "sample.dtype": _DTYPE,
   "sample.truncated": _one_of("score", "zero", "mask"),
+  "sample.attention": _one_of("xla", "paged"),  # paged, on TPU: its kernel decodes and splash reads prompts
   "sample.lane_samples": _integer(1),  # slots that share the keys and values of one prompt
   "sample.cache_dtype": _one_of("float32", "bfloat16", "int8"),  # of keys and values
   "sample.recompute_kv": _BOOLEAN,  # true: samples under way get keys and values of the weights that arrive in flight

@@ -25,6 +25,7 @@ from tba_jax.models.known import KNOWN
 from tba_jax.models.lora import LoraSettings
 from tba_jax.models.variants import ModelConfig, from_huggingface
 from tba_jax.sampling import decode
+from tba_jax.sampling.shapes import make_shapes
 
 
 class Placement(NamedTuple):
@@ -64,7 +65,7 @@ def read_model_config(path: str) -> ModelConfig:
 
 def placements(
   cfg: ModelConfig, devices: Sequence[jax.Device], *, trainer: int, searchers: int, per_searcher: int, share: bool,
-  optimizer: str, param_dtype: Any, compute_dtype: Any, sample_dtype: Any, cache_dtype: Any, slots: int,
+  optimizer: str, param_dtype: Any, compute_dtype: Any, sample_dtype: Any, cache_dtype: Any, attention: str, slots: int,
   lane_samples: int, max_prompt_tokens: int, max_new_tokens: int, buffer_capacity: int,
   lora: LoraSettings | None = None, reference_moves: bool = False, reference_average: bool = False,
 ) -> list[Placement]:
@@ -108,9 +109,12 @@ def placements(
     layout = sharding.param_shardings(weights, mesh)
     for content in ("weights", "weights that arrive", "reference"):
       found.append(_place(f"searcher {number}", group, content, weights, layout))
+    shapes = make_shapes(
+      slots=slots, lane_samples=lane_samples, max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens,
+      chunk_tokens=1, recompute_kv=False, attention=attention)
     state = jax.eval_shape(lambda: decode.init_state(
-      cfg, slots=slots, cache_tokens=max_new_tokens + (max_prompt_tokens if lane_samples == 1 else 0),
-      cache_dtype=jnp.dtype(cache_dtype), lane_samples=lane_samples, prefix_tokens=max_prompt_tokens))
+      cfg, slots=slots, cache_tokens=shapes.slot_tokens, cache_dtype=jnp.dtype(cache_dtype), lane_samples=lane_samples,
+      prefix_tokens=max_prompt_tokens, attention=attention))
     caches = (state.cache, state.prefix)
     layout = jax.tree.map(lambda _: decode.slot_shardings(mesh, cfg).cache, caches)
     found.append(_place(f"searcher {number}", group, f"cache of {slots} slots", caches, layout))

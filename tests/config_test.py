@@ -14,8 +14,13 @@ from tba_jax import config as config_lib
 from tba_jax import config_rules, config_schema
 from tba_jax.config import ConfigError, DeviceCounts, parse_arg, resolve_devices
 from tba_jax.losses.registry import LOSSES
+<<<<<<< HEAD
 from tba_jax.models.kernels import TRAIN_BACKENDS
 from tba_jax.optimizers import OPTIMIZERS, SCHEDULES
+=======
+from tba_jax.models.cache import CACHE_DTYPES
+from tba_jax.models.kernels import SAMPLE_BACKENDS, TRAIN_BACKENDS
+>>>>>>> c12c240 (sample.attention: decoding and prefill by jax's TPU kernels)
 from tba_jax.models.transformer import REMAT_POLICIES
 from tba_jax.replay.checks import ORDERS
 from tba_jax.replay.priorities import PRIORITIES
@@ -155,6 +160,8 @@ def test_choices_are_those_of_the_parts_that_take_them():
   names = {key: set(rule.names) for key, rule in config_schema.SCHEMA.items()}
   assert names["train.remat"] == set(REMAT_POLICIES)
   assert names["train.attention"] == set(TRAIN_BACKENDS)
+  assert names["sample.attention"] == set(SAMPLE_BACKENDS)
+  assert names["sample.cache_dtype"] == set(CACHE_DTYPES)
   assert names["train.schedule"] == set(SCHEDULES)
   assert names["train.optimizer"] == set(OPTIMIZERS)
   assert names["buffer.priority"] == set(PRIORITIES)
@@ -307,6 +314,13 @@ def test_nearest_right_name(name, line):
   ({"sample.slots": 15},
    "sample.slots=15 must be at least sample.responses_per_prompt=16: the samples of a prompt start together from one "
    "prefill; raise sample.slots"),
+  ({"sample.attention": "paged"},
+   "sample.attention='paged' runs on tpu, but the devices are cpu; use sample.attention=xla"),
+  ({"sample.attention": "paged"},
+   "sample.attention='paged' needs sample.cache_dtype=bfloat16, not float32; set it, or use sample.attention=xla"),
+  ({"sample.attention": "paged", "sample.lane_samples": 4},
+   "sample.lane_samples=4 must be 1 with sample.attention='paged', whose kernel reads a cache for each sample; set one "
+   "of them otherwise"),
   ({"sample.lane_samples": 3},
    "sample.lane_samples=3 must divide sample.slots=64: lanes of that many slots share a prompt; use one of 1, 2, 4, 8, 16, 32, 64"),
   ({"sample.recompute_kv": True, "sample.in_flight": False},

@@ -15,6 +15,7 @@ import pytest
 from jax.experimental import pallas, topologies
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
+import tiny
 from configs import quickstart
 from tba_jax import build, learner, optimizers, sharding
 from tba_jax.config import ConfigError
@@ -22,6 +23,8 @@ from tba_jax.losses.registry import make_loss
 from tba_jax.models import attention, kernels, transformer
 from tba_jax.models.heads import token_logprobs
 from tba_jax.models.variants import ModelConfig
+from tba_jax.plan import programs
+from tba_jax.sampling.engine import Engine, SampledGroup, SampleRequest, sample_keys
 from tba_jax.types import Batch, TrainState
 
 CFG = ModelConfig(
@@ -245,6 +248,42 @@ def test_a_config_chooses_the_kernels_of_training_and_scoring():
     build.model_config(config)
 
 
+ENGINE_CFG = tiny.tiny_config()
+ENGINE_SIZES = dict(slots=2, max_prompt_tokens=16, max_new_tokens=6, chunk_tokens=3, stop_ids=(), log_mu_temperature=1.0,
+                    prompt_buckets=(16,), prefill_batches=(2,), dtype=jnp.bfloat16)
+
+
+def sampled_by(attention: str) -> dict[int, SampledGroup]:
+  engine = Engine(ENGINE_CFG, jax.devices()[0], attention=attention, **ENGINE_SIZES)
+  params = transformer.unstack(tiny.tiny_params(ENGINE_CFG, 0))
+  engine.set_weights(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), 0)
+  for tag in range(3):
+    prompt = np.random.default_rng(tag).integers(0, ENGINE_CFG.vocab_size, 5 + 5 * tag).astype(np.int32)
+    keys = sample_keys(0, occurrence=tag, attempt=0, num_samples=2)
+    engine.submit(SampleRequest(tag=tag, prompt=prompt, keys=keys, temperature=1.0, max_new_tokens=6))
+  groups = {}
+  while engine.num_groups:
+    groups |= {group.tag: group for group in engine.step()}
+  return groups
+
+
+def test_the_engine_samples_with_the_kernels_what_it_samples_without(interpreted):
+  """In bfloat16 the scores of either round on their own, so that a close race between two tokens may end otherwise."""
+  paged, xla = sampled_by("paged"), sampled_by("xla")
+  num_tokens = num_equal = 0
+  for tag, group in xla.items():
+    for row in range(2):
+      differ = np.flatnonzero(group.tokens[row] != paged[tag].tokens[row])
+      same = differ[0] if len(differ) else 6
+      np.testing.assert_allclose(paged[tag].log_mu[row, :same], group.log_mu[row, :same], atol=0.05)
+      num_tokens, num_equal = num_tokens + 6, num_equal + same
+  assert num_equal >= 0.9 * num_tokens
+  with pytest.raises(ValueError, match="attention='paged' reads a bfloat16 cache, not float32"):
+    Engine(ENGINE_CFG, jax.devices()[0], attention="paged", **ENGINE_SIZES | dict(dtype=jnp.float32))
+  with pytest.raises(ValueError, match="attention='paged' takes lane_samples=1 and no kv_buckets; found 2 and None"):
+    Engine(ENGINE_CFG, jax.devices()[0], attention="paged", lane_samples=2, **ENGINE_SIZES)
+
+
 # --- Ahead of time for a TPU ---
 
 
@@ -328,3 +367,18 @@ def test_decoding_compiles_for_tpu_and_never_copies_the_cache(tpu_devices, head_
   memory = compiled.memory_analysis()
   assert memory.alias_size_in_bytes >= cache_bytes
   assert memory.temp_size_in_bytes < 0.1 * cache_bytes
+
+
+@pytest.mark.parametrize("num_tensor", [1, 2])
+def test_the_engines_own_programs_compile_for_tpu(tpu_devices, num_tensor):
+  config = quickstart.get_config("smoke").unlock()
+  config.sample.update(attention="paged", cache_dtype="bfloat16", dtype="bfloat16")
+  config.model.architecture.update(hidden_size=256, num_heads=4, num_kv_heads=2, head_dim=64)
+  part = programs.searcher_part(config, build.model_config(config), tpu_devices[:num_tensor])
+  found = {program.name: program.lower().compile() for program in part.programs if program.name in ("decode", "prefill")}
+  layers = config.model.architecture.num_layers
+  # k and v, slots, kv heads, entries and width in blocks, bytes of bfloat16
+  cache_bytes = layers * 2 * config.sample.slots * 2 * 128 * 128 * 2 // num_tensor
+  for name, compiled in found.items():
+    assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == layers, name
+  assert found["decode"].memory_analysis().alias_size_in_bytes >= cache_bytes

@@ -44,6 +44,12 @@ def stored(k: jax.Array, v: jax.Array, dtype: jax.typing.DTypeLike) -> LayerCach
   return LayerCache(k, v, k_scale, v_scale)
 
 
+def widened(layer: LayerCache, width: int) -> LayerCache:
+  """Heads filled up with zeros to `width`, as kernels want them."""
+  padding = ((0, 0), (0, 0), (0, 0), (0, width - layer.k.shape[-1]))
+  return layer._replace(k=jnp.pad(layer.k, padding), v=jnp.pad(layer.v, padding))
+
+
 def loaded(layer: LayerCache, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, jax.Array]:
   """Keys and values [B, K, S, H] of a cache in `dtype`: what attention over the cache amounts to."""
   if layer.k_scale is None:

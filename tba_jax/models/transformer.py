@@ -19,6 +19,7 @@ import numpy as np
 
 from tba_jax.models import attention as attention_lib
 from tba_jax.models import cache as cache_lib
+from tba_jax.models import kernels
 from tba_jax.models import rope as rope_lib
 from tba_jax.models.cache import Cache, LayerCache
 from tba_jax.models.decode_attention import Part, decode_attention
@@ -199,8 +200,10 @@ def unstack(params: Params) -> Params:
   return {**params, "layers": layers}
 
 
-def init_cache(cfg: ModelConfig, *, batch: int, length: int, dtype: jax.typing.DTypeLike) -> Cache:
-  """An empty cache for `batch` rows of up to `length` tokens; `dtype` is one of `cache.CACHE_DTYPES`.
+def init_cache(cfg: ModelConfig, *, batch: int, length: int, dtype: jax.typing.DTypeLike,
+               backend: str = "xla") -> Cache:
+  """An empty cache for `batch` rows of up to `length` tokens; `dtype` is one of `cache.CACHE_DTYPES`, `backend` one of
+  `kernels.SAMPLE_BACKENDS`.
 
   Raises: ValueError if `length` is beyond a table of learned positions.
   """
@@ -209,9 +212,8 @@ def init_cache(cfg: ModelConfig, *, batch: int, length: int, dtype: jax.typing.D
       f"a cache of {length} tokens is longer than the {cfg.max_positions} positions that this model has learned; "
       "shorten prompts or responses."
     )
-  return tuple(
-    cache_lib.empty_layer(batch, cfg.num_kv_heads, length, cfg.head_dim, dtype) for _ in range(cfg.num_layers)
-  )
+  width = kernels.cache_width(cfg.head_dim) if backend == "paged" else cfg.head_dim
+  return tuple(cache_lib.empty_layer(batch, cfg.num_kv_heads, length, width, dtype) for _ in range(cfg.num_layers))
 
 
 def _run_layers(
@@ -234,28 +236,31 @@ def _run_layers(
 
 
 def prefill(params: Params, cfg: ModelConfig, tokens: jax.Array, lengths: jax.Array, *, dtype: jax.typing.DTypeLike,
-            cache_dtype: jax.typing.DTypeLike | None = None) -> tuple[jax.Array, Cache]:
+            cache_dtype: jax.typing.DTypeLike | None = None, backend: str = "xla",
+            mesh: Mesh | None = None) -> tuple[jax.Array, Cache]:
   """Reads prompts.
 
   Args:
     params: decode layout. tokens: int32 [B, P], padded on the right. lengths: int32 [B], each in 1..P.
     dtype: of the computation. cache_dtype: of the cache, by default the same. Keys and values are rounded to it before
       they are attended to, as decoding will see them.
+    backend: one of `kernels.SAMPLE_BACKENDS`; "paged" reads prompts by the splash kernel. mesh: where the arrays lie.
   Returns: logits f32 [B, V] after each prompt's last token, and a cache of P entries. Entries at and beyond a row's
     length hold values that mean nothing; decoding writes each of them before it reads it.
   """
   batch, num_prompt = tokens.shape
   positions = jnp.broadcast_to(jnp.arange(num_prompt, dtype=jnp.int32), (batch, num_prompt))
-  mask = attention_lib.segment_mask(positions, (positions < lengths[:, None]).astype(jnp.int32))
-  window_mask = _within_window(cfg, mask, positions, positions) if any(cfg.sliding_layers) else None
+  run = attention_lib.over_sequences(
+    positions, (positions < lengths[:, None]).astype(jnp.int32), scale=cfg.query_scale, softcap=cfg.attn_softcap,
+    window=cfg.window if any(cfg.sliding_layers) else None, backend="splash" if backend == "paged" else "xla", mesh=mesh,
+  )
 
   def attend(i: int, sliding: bool, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, LayerCache]:
     del i
     kept = cache_lib.stored(k, v, cache_dtype or dtype)
-    context = attention_lib.attention(
-      q, *cache_lib.loaded(kept, dtype), window_mask if sliding else mask, scale=cfg.query_scale,
-      softcap=cfg.attn_softcap, kv_layout="BKSH"
-    )
+    context = run(q, *(x.swapaxes(1, 2) for x in cache_lib.loaded(kept, dtype)), sliding)
+    if backend == "paged":
+      kept = cache_lib.widened(kept, kernels.cache_width(cfg.head_dim))
     return context, kept
 
   x, cache = _run_layers(params, cfg, _embed(params, cfg, tokens, positions, dtype), positions, attend)
@@ -265,7 +270,8 @@ def prefill(params: Params, cfg: ModelConfig, tokens: jax.Array, lengths: jax.Ar
 
 def decode_step(params: Params, cfg: ModelConfig, tokens: jax.Array, positions: jax.Array, cache: Cache, *,
                 dtype: jax.typing.DTypeLike, kv_length: int | None = None, prefix: Cache | None = None,
-                prefix_lengths: jax.Array | None = None) -> tuple[jax.Array, Cache]:
+                prefix_lengths: jax.Array | None = None, backend: str = "xla",
+                mesh: Mesh | None = None) -> tuple[jax.Array, Cache]:
   """One token for every row; rows are independent.
 
   Args:
@@ -276,8 +282,12 @@ def decode_step(params: Params, cfg: ModelConfig, tokens: jax.Array, positions: 
     kv_length: attend to the first kv_length entries only (static); every live row's entry must be below it.
     prefix: what `prefill` read, of R rows with R dividing B: rows r B/R to (r + 1) B/R - 1 of the cache continue row r.
     prefix_lengths: int32 [R], tokens of each prefix.
+    backend: "paged" reads the cache by the TPU's kernel, which goes as far as each row's own length: for a cache made
+      for it, without kv_length or a prefix. mesh: where the arrays lie.
   Returns: logits f32 [B, V] for the next token of each row, and the cache.
   """
+  if backend == "paged":
+    return _decode_step_paged(params, cfg, tokens, positions, cache, dtype=dtype, mesh=mesh)
   num_read = cache_lib.num_entries(cache) if kv_length is None else min(kv_length, cache_lib.num_entries(cache))
   entries = positions
   starts = jnp.zeros_like(positions)
@@ -296,6 +306,23 @@ def decode_step(params: Params, cfg: ModelConfig, tokens: jax.Array, positions: 
     layers = [cache_lib.first_entries(kept, num_read), *(() if prefix is None else (prefix[i],))]
     parts = [Part(layer, mask[sliding]) for layer, mask in zip(layers, masks, strict=True)]
     return decode_attention(q, parts, scale=cfg.query_scale, softcap=cfg.attn_softcap), kept
+
+  x = _embed(params, cfg, tokens[:, None], positions[:, None], dtype)
+  x, cache = _run_layers(params, cfg, x, positions[:, None], attend)
+  return logits(params, cfg, x[:, 0]), cache
+
+
+def _decode_step_paged(params: Params, cfg: ModelConfig, tokens: jax.Array, positions: jax.Array, cache: Cache, *,
+                       dtype: jax.typing.DTypeLike, mesh: Mesh | None) -> tuple[jax.Array, Cache]:
+  def attend(i: int, sliding: bool, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, LayerCache]:
+    assert not sliding, "kernels.check_sample_backend refuses such models"
+    kept = LayerCache(*(
+      kernels.write_slots(old, new[:, 0], positions, mesh=mesh) for old, new in zip((cache[i].k, cache[i].v), (k, v))
+    ))
+    context = kernels.decode_attention(
+      q[:, 0], kept.k, kept.v, positions + 1, scale=cfg.query_scale, softcap=cfg.attn_softcap, mesh=mesh
+    )
+    return context[:, None], kept
 
   x = _embed(params, cfg, tokens[:, None], positions[:, None], dtype)
   x, cache = _run_layers(params, cfg, x, positions[:, None], attend)

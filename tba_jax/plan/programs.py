@@ -135,17 +135,17 @@ def searcher_part(config: ConfigDict, cfg: ModelConfig, devices: Sequence[jax.De
   shardings = None if one else decode.slot_shardings(place.mesh, cfg)
   everywhere = SingleDeviceSharding(devices[0]) if one else NamedSharding(place.mesh, PartitionSpec())
   where = (everywhere, everywhere) if one else shardings
-  state = _slots(cfg, shapes, cache_dtype, *where)
+  state = _slots(cfg, shapes, cache_dtype, sample.attention, *where)
   options = dict(
     stop_ids=(cfg.vocab_size - 1,), log_mu_temperature=float(sample.temperature), filtering=False, shardings=shardings)
   prompts = (shapes.prefill_batches[-1], shapes.prompt_buckets[-1])
   ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
-  model = dict(cfg=cfg, dtype=dtype, shardings=shardings)
+  model = dict(cfg=cfg, dtype=dtype, attention=sample.attention, shardings=shardings)
   prefill = functools.partial(
     decode.prefill.lower, weights, ints(*prompts), ints(prompts[0]), cache_dtype=cache_dtype, **model)
   chunk = functools.partial(
     decode.decode_chunk.lower, weights, state, cfg=cfg, num_tokens=sample.chunk_tokens, dtype=dtype,
-    kv_length=shapes.kv_buckets[-1], prefix_length=shapes.prefix_buckets[-1], **options)
+    attention=sample.attention, kv_length=shapes.kv_buckets[-1], prefix_length=shapes.prefix_buckets[-1], **options)
   score = build.make_scorer(config, cfg, place.mesh)
   texts = (ints(sample.responses_per_prompt, config.train.length_buckets[-1]),) * 3
   num = collections.Counter(kind for kind, *_ in shapes.programs())
@@ -176,7 +176,7 @@ def searcher_part(config: ConfigDict, cfg: ModelConfig, devices: Sequence[jax.De
   if config.eval.every_steps:  # an evaluation holds on to its version while newer ones arrive
     residents.insert(2, Resident("weights under evaluation", _bytes(weights)))
   if sample.lane_samples > 1:  # evaluations have an engine of their own
-    alone = _slots(cfg, engine_shapes(config, lane_samples=1), cache_dtype, *where)
+    alone = _slots(cfg, engine_shapes(config, lane_samples=1), cache_dtype, sample.attention, *where)
     residents.append(Resident("cache under evaluation", _bytes(alone.cache)))
   moved = weights if lora is None else lora_lib.abstract_adapters(cfg, settings=lora)
   if lora is not None:
@@ -190,13 +190,16 @@ def engine_shapes(config: ConfigDict, *, lane_samples: int | None = None) -> Sha
   return make_shapes(
     slots=sample.slots, lane_samples=sample.lane_samples if lane_samples is None else lane_samples,
     max_prompt_tokens=sample.max_prompt_tokens, max_new_tokens=sample.max_new_tokens, chunk_tokens=sample.chunk_tokens,
-    recompute_kv=sample.recompute_kv)
+    recompute_kv=sample.recompute_kv, attention=sample.attention)
 
 
-def _slots(cfg: ModelConfig, shapes: Shapes, cache_dtype: Any, rows: Sharding, cache: Sharding) -> decode.DecodeState:
+def _slots(
+  cfg: ModelConfig, shapes: Shapes, cache_dtype: Any, attention: str, rows: Sharding, cache: Sharding
+) -> decode.DecodeState:
   state = jax.eval_shape(functools.partial(
     decode.init_state, cfg, slots=shapes.slots, cache_tokens=shapes.slot_tokens, cache_dtype=cache_dtype,
-    lane_samples=shapes.lane_samples, prefix_tokens=shapes.max_prompt_tokens))
+    lane_samples=shapes.lane_samples, prefix_tokens=shapes.max_prompt_tokens,
+    attention=attention))
   rest = _put(state._replace(cache=None, prefix=None), rows)
   return rest._replace(cache=_put(state.cache, cache), prefix=_put(state.prefix, cache))
 

@@ -107,8 +107,13 @@ def slot_shardings(mesh: Mesh, cfg: ModelConfig) -> SlotShardings:
   )
 
 
+def _mesh(shardings: SlotShardings | None) -> Mesh | None:
+  return None if shardings is None else shardings.rows.mesh
+
+
 def init_state(
-  cfg: ModelConfig, *, slots: int, cache_tokens: int, cache_dtype: Any, lane_samples: int, prefix_tokens: int
+  cfg: ModelConfig, *, slots: int, cache_tokens: int, cache_dtype: Any, lane_samples: int, prefix_tokens: int,
+  attention: str = "xla",
 ) -> DecodeState:
   """State of `slots` dead rows. In lanes of more than one, a prompt has up to `prefix_tokens` and a slot's cache only
   what follows it."""
@@ -121,7 +126,7 @@ def init_state(
   return DecodeState(
     prefix=prefix,
     prefix_lengths=prefix_lengths,
-    cache=transformer.init_cache(cfg, batch=slots, length=cache_tokens, dtype=cache_dtype),
+    cache=transformer.init_cache(cfg, batch=slots, length=cache_tokens, dtype=cache_dtype, backend=attention),
     tokens=rows(jnp.int32),
     log_mu=rows(jnp.float32),
     positions=rows(jnp.int32),
@@ -163,10 +168,10 @@ def _ends(tokens: jax.Array, counts: jax.Array, limits: jax.Array, stop_ids: tup
   return stopped | (counts >= limits)
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "dtype", "cache_dtype", "shardings"))
+@functools.partial(jax.jit, static_argnames=("cfg", "dtype", "cache_dtype", "attention", "shardings"))
 def prefill(
   params: Any, tokens: jax.Array, lengths: jax.Array, *, cfg: ModelConfig, dtype: Any, cache_dtype: Any,
-  shardings: SlotShardings | None,
+  attention: str, shardings: SlotShardings | None,
 ) -> tuple[jax.Array, Cache]:
   """Runs N right-padded prompts. tokens int32 [N, P], lengths int32 [N] >= 1.
 
@@ -175,7 +180,8 @@ def prefill(
   """
   if shardings is not None and tokens.shape[0] % shardings.num_row_shards == 0:
     tokens, lengths = jax.lax.with_sharding_constraint((tokens, lengths), shardings.rows)
-  logits, cache = transformer.prefill(params, cfg, tokens, lengths, dtype=dtype, cache_dtype=cache_dtype)
+  logits, cache = transformer.prefill(
+    params, cfg, tokens, lengths, dtype=dtype, cache_dtype=cache_dtype, backend=attention, mesh=_mesh(shardings))
   if shardings is not None:  # every batch shard may need any prompt, so the prompts' rows are whole everywhere
     by_heads = NamedSharding(shardings.cache.mesh, PartitionSpec(None, *shardings.cache.spec[1:]))
     cache = jax.lax.with_sharding_constraint(cache, by_heads)
@@ -256,7 +262,7 @@ def insert(
   jax.jit,
   static_argnames=(
     "cfg", "num_tokens", "kv_length", "prefix_length", "stop_ids", "log_mu_temperature", "filtering", "dtype",
-    "shardings",
+    "attention", "shardings",
   ),
   donate_argnames=("state",),
 )
@@ -272,6 +278,7 @@ def decode_chunk(
   log_mu_temperature: float,
   filtering: bool,
   dtype: Any,
+  attention: str,
   shardings: SlotShardings | None,
 ) -> tuple[DecodeState, ChunkOutput]:
   """Decodes up to `num_tokens` tokens in every live row, in one loop on the device that ends early when no row lives.
@@ -285,10 +292,10 @@ def decode_chunk(
   if cut:
     state = state._replace(cache=cache_lib.first_entries(full_cache, kv_length))
   slots = state.tokens.shape[0]
-  starts, prefix = jnp.zeros_like(state.positions), {}
+  starts, options = jnp.zeros_like(state.positions), dict(dtype=dtype, backend=attention, mesh=_mesh(shardings))
   if full_prefix is not None:
     starts = jnp.repeat(state.prefix_lengths, slots // state.prefix_lengths.shape[0])
-    prefix = dict(prefix=cache_lib.first_entries(full_prefix, prefix_length), prefix_lengths=state.prefix_lengths)
+    options |= dict(prefix=cache_lib.first_entries(full_prefix, prefix_length), prefix_lengths=state.prefix_lengths)
   state = state._replace(prefix=None)
   tokens = jnp.zeros((num_tokens + 1, slots), jnp.int32).at[0].set(state.tokens)
   log_mu = jnp.zeros((num_tokens + 1, slots), jnp.float32).at[0].set(state.log_mu)
@@ -298,7 +305,7 @@ def decode_chunk(
     live = state.live
     # A dead row computes along, at entry 0 of its own slot, where what begins there next will be written over it.
     positions = jnp.where(live, state.positions, starts)
-    logits, cache = transformer.decode_step(params, cfg, state.tokens, positions, state.cache, dtype=dtype, **prefix)
+    logits, cache = transformer.decode_step(params, cfg, state.tokens, positions, state.cache, **options)
     sampled, sampled_log_mu = sample_tokens(
       logits,
       state.keys,
@@ -328,7 +335,7 @@ def decode_chunk(
   return state, ChunkOutput(tokens=tokens, log_mu=log_mu, counts=state.counts, live=state.live)
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "dtype", "shardings"), donate_argnames=("state",))
+@functools.partial(jax.jit, static_argnames=("cfg", "dtype", "attention", "shardings"), donate_argnames=("state",))
 def recompute(
   params: Any,
   state: DecodeState,
@@ -339,6 +346,7 @@ def recompute(
   *,
   cfg: ModelConfig,
   dtype: Any,
+  attention: str,
   shardings: SlotShardings | None,
 ) -> DecodeState:
   """Makes the keys and values of N samples under way anew, with these weights. Their next tokens do not change.
@@ -350,7 +358,8 @@ def recompute(
     lanes: int32 [N], the lane whose prompt the row renews too, each once; numbers beyond the lanes stand for none.
   """
   cache_dtype = state.cache[0].k.dtype
-  _, new = transformer.prefill(params, cfg, tokens, lengths, dtype=dtype, cache_dtype=cache_dtype)
+  _, new = transformer.prefill(
+    params, cfg, tokens, lengths, dtype=dtype, cache_dtype=cache_dtype, backend=attention, mesh=_mesh(shardings))
   if state.prefix is None:
     length = min(tokens.shape[1], cache_lib.num_entries(state.cache))
 

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from tba_jax.models import kernels
 from tba_jax.models.cache import Cache, num_entries
 from tba_jax.models.variants import ModelConfig
 from tba_jax.sampling import decode
@@ -74,6 +75,7 @@ class Engine:
     recompute_kv: bool = False,
     lane_samples: int = 1,
     cache_dtype: Any = None,
+    attention: str = "xla",
     filtering: bool = False,
   ):
     """Compiles nothing of the model yet (see `warmup`); the cache is allocated when it is first needed.
@@ -99,6 +101,8 @@ class Engine:
       lane_samples: slots that share a prompt. 1 keeps a copy of the prompt in each slot.
       cache_dtype: of keys and values, one of `cache.CACHE_DTYPES`; by default `dtype`. What is rounded to it is what
         decoding attends to: log_mu is exact for that, and differs the more from the trainer's log-probabilities.
+      attention: one of `kernels.SAMPLE_BACKENDS`. "paged" is for TPUs: a bfloat16 cache in lanes of one, of which each
+        row's own length is read; `kv_buckets` does not apply.
       filtering: whether requests may have top_k, top_p or min_p; compiles a sort of the vocabulary, which runs where a
         slot needs it.
     Raises: ValueError for sizes that contradict each other.
@@ -109,10 +113,16 @@ class Engine:
       raise ValueError(f"stop_ids={tuple(stop_ids)} must be token ids; the vocabulary has {cfg.vocab_size}.")
     if recompute_kv and not in_flight:
       raise ValueError("recompute_kv=True means nothing with in_flight=False: no sample sees new weights.")
+    cache_dtype = jnp.dtype(dtype if cache_dtype is None else cache_dtype)
+    if attention == "paged":
+      kernels.check_sample_backend(cfg, attention)
+      if cache_dtype != jnp.bfloat16:
+        raise ValueError(f"attention='paged' reads a bfloat16 cache, not {cache_dtype}; set cache_dtype.")
     self._shapes = shapes = make_shapes(
       slots=slots, lane_samples=lane_samples, max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens,
       chunk_tokens=chunk_tokens, cache_tokens=cache_tokens, prompt_buckets=prompt_buckets,
       prefill_batches=prefill_batches, kv_buckets=kv_buckets, recompute_kv=recompute_kv,
+      attention=attention,
     )
     self._cfg, self._in_flight = cfg, in_flight
     self._table = SlotTable(slots, lane_samples)
@@ -123,14 +133,14 @@ class Engine:
       filtering=filtering,
       shardings=self._shardings,
     )
-    cache_dtype = jnp.dtype(dtype if cache_dtype is None else cache_dtype)
-    self._model_options = dict(cfg=cfg, dtype=dtype, shardings=self._shardings)
+    self._model_options = dict(cfg=cfg, dtype=dtype, attention=attention, shardings=self._shardings)
     self._prefill_options = dict(cache_dtype=cache_dtype, **self._model_options)
-    self._chunk_options = dict(cfg=cfg, num_tokens=chunk_tokens, dtype=dtype, **self._sampling_options)
+    self._chunk_options = dict(
+      cfg=cfg, num_tokens=chunk_tokens, dtype=dtype, attention=attention, **self._sampling_options)
     rows, cache = self._shardings or (self._default_sharding, self._default_sharding)
     self._init_state, self.cache_bytes = decode.make_init_state(  # cache_bytes: on each device
       cfg, rows, cache, slots=slots, cache_tokens=shapes.slot_tokens, cache_dtype=cache_dtype, lane_samples=lane_samples,
-      prefix_tokens=max_prompt_tokens,
+      prefix_tokens=max_prompt_tokens, attention=attention,
     )
     self._state: decode.DecodeState | None = None
     self._params, self._version, self._generation = None, None, 0

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
+from tba_jax.models import kernels
 from tba_jax.sampling.buckets import checked_buckets, power_of_two_buckets
 
 
@@ -46,7 +47,7 @@ class Shapes:
 def make_shapes(
   *, slots: int, lane_samples: int, max_prompt_tokens: int, max_new_tokens: int, chunk_tokens: int,
   recompute_kv: bool, cache_tokens: int | None = None, prompt_buckets: Sequence[int] | None = None,
-  prefill_batches: Sequence[int] = PREFILL_BATCHES, kv_buckets: Sequence[int] | None = None,
+  prefill_batches: Sequence[int] = PREFILL_BATCHES, kv_buckets: Sequence[int] | None = None, attention: str = "xla",
 ) -> Shapes:
   """Defaults filled in. Raises: ValueError for sizes that contradict each other."""
   for name, value in (
@@ -67,6 +68,13 @@ def make_shapes(
     raise ValueError(
       f"cache_tokens={cache_tokens} must exceed max_prompt_tokens={max_prompt_tokens}, or no token could be sampled."
     )
+  if attention == "paged":  # whose kernel goes as far as each row's own length, over a cache of whole blocks
+    if lane_samples > 1 or kv_buckets is not None:
+      raise ValueError(
+        f"attention='paged' takes lane_samples=1 and no kv_buckets; found {lane_samples} and {kv_buckets}."
+      )
+    cache_tokens = kernels.cache_length(cache_tokens)
+    kv_buckets = (cache_tokens,)
   slot_tokens = cache_tokens if lane_samples == 1 else max_new_tokens
   return Shapes(
     slots=slots,
