@@ -206,7 +206,7 @@ def groups(bench: Bench, case: str) -> None:
 def ragged(bench: Bench, case: str) -> None:
   """Requests of very different lengths through few slots."""
   model = bench.load("S")
-  count, prompt_tokens, slots, longest, chunk = (12, 8, 4, 24, 2) if bench.args.quick else (128, 64, 16, 256, 4)
+  count, prompt_tokens, slots, longest, chunk = (12, 8, 4, 24, 2) if bench.args.quick else (128, 64, 16, 256, 8)
   lengths = shapes.ragged_lengths(count, longest=longest)
   work = Work(shapes.random_prompts(model, count=count, length=prompt_tokens), lengths)
   ours, _ = bench.engine_arm("ours", case, work, dict(

@@ -1,7 +1,8 @@
-"""Which slots a group gets."""
+"""Which slots a group gets, and how much of a cache a chunk reads."""
 
 from __future__ import annotations
 
+from tba_jax.sampling.shapes import make_shapes
 from tba_jax.sampling.slots import Row, SlotTable
 
 
@@ -52,3 +53,14 @@ def test_the_first_running_slot_of_each_lane():
   assert table.first_running() == {1: 0, 2: 1}
   table.clear()
   assert table.first_running() == {} and table.num_running == 0
+
+
+def test_a_cache_is_cut_only_where_that_moves_less_memory_than_reading_all_of_it():
+  sizes = dict(slots=4, max_prompt_tokens=256, max_new_tokens=256, recompute_kv=False)
+  reads = lambda shapes, need: shapes.reads(
+    prefix_tokens=need if shapes.lane_samples > 1 else 0, slot_tokens=need)
+  copies = make_shapes(lane_samples=1, chunk_tokens=4, kv_buckets=(128, 256, 300, 512), **sizes)
+  # 128 entries are copied out and back, read and written: 512, against 4 tokens that would read 384 more each.
+  assert [reads(copies, need) for need in (1, 128, 129, 257)] == [(0, 128), (0, 128), (0, 512), (0, 512)]
+  lanes = make_shapes(lane_samples=2, chunk_tokens=3, kv_buckets=(64, 128, 256), **sizes)
+  assert [reads(lanes, need) for need in (64, 65, 128, 129)] == [(128, 64), (128, 256), (128, 256), (256, 256)]

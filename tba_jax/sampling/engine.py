@@ -263,8 +263,8 @@ class Engine:
     self._take_weights()
     self._refill()
     needs = [self._cache_need(*row) for row in self._table.rows if row is not None]
-    lengths = (bucket_of(buckets, max(need)) for buckets, need in
-               zip((self._shapes.prefix_buckets, self._shapes.kv_buckets), zip(*needs)))
+    prefix_tokens, slot_tokens = (max(need) for need in zip(*needs))
+    lengths = self._shapes.reads(prefix_tokens=prefix_tokens, slot_tokens=slot_tokens)
     return self._harvest(jax.device_get(self._decode(*lengths)))
 
   def cancel(self) -> list[Hashable]:

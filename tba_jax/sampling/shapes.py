@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Sequence
 
 from tba_jax.models import kernels
-from tba_jax.sampling.buckets import checked_buckets, power_of_two_buckets
+from tba_jax.sampling.buckets import bucket_of, checked_buckets, power_of_two_buckets
 
 
 PREFILL_BATCHES = (1, 4)  # prompts that are prefilled in one call
@@ -33,6 +33,18 @@ class Shapes:
   @property
   def num_lanes(self) -> int:
     return self.slots // self.lane_samples
+
+  def reads(self, *, prefix_tokens: int, slot_tokens: int) -> tuple[int, int]:
+    """Entries that a chunk is to read of the lanes' prompts and of the slots' caches, which need so many.
+
+    What is cut out of a cache is copied, a slot's cache back as well: worth it where reading all of it, a token at a
+    time, would move more memory.
+    """
+    lengths = []
+    for buckets, need, copied in ((self.prefix_buckets, prefix_tokens, 2), (self.kv_buckets, slot_tokens, 4)):
+      length, whole = bucket_of(buckets, need), buckets[-1]
+      lengths.append(length if copied * length < self.chunk_tokens * (whole - length) else whole)
+    return lengths[0], lengths[1]
 
   def programs(self) -> frozenset[tuple[str, int, int]]:
     """("prefill" | "insert", prompts, padded length), ("decode", entries read of the lanes' prompts, of the slots'
