@@ -14,13 +14,9 @@ from tba_jax import config as config_lib
 from tba_jax import config_rules, config_schema
 from tba_jax.config import ConfigError, DeviceCounts, parse_arg, resolve_devices
 from tba_jax.losses.registry import LOSSES
-<<<<<<< HEAD
-from tba_jax.models.kernels import TRAIN_BACKENDS
-from tba_jax.optimizers import OPTIMIZERS, SCHEDULES
-=======
 from tba_jax.models.cache import CACHE_DTYPES
 from tba_jax.models.kernels import SAMPLE_BACKENDS, TRAIN_BACKENDS
->>>>>>> c12c240 (sample.attention: decoding and prefill by jax's TPU kernels)
+from tba_jax.optimizers import OPTIMIZERS, SCHEDULES
 from tba_jax.models.transformer import REMAT_POLICIES
 from tba_jax.replay.checks import ORDERS
 from tba_jax.replay.priorities import PRIORITIES
