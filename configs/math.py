@@ -3,13 +3,13 @@
 Source: Bartoldson et al. 2025, arXiv:2503.18929, section 6, appendix C and Table 4: 400 steps of 32 prompts x 16
 responses, rate 1e-6, beta 0.005, temperature 1; Adam's betas and weight decay are those of the authors' code. Expected,
 by the paper's Figure 6: greedy MATH-500 accuracy at or above Dr. GRPO's, most of all at high staleness; no number is in
-its text, and none was measured with this code. Time by the paper's figure: about a day (24 hours) on 8 H100.
+its text, and none was measured with this code. Nor was its time, of which the paper gives none.
 
   python -m tba_jax.main --config=configs/math.py --config.data.path=DIR --workdir=runs/math
 
-DIR holds train.jsonl (MATH) and test.jsonl (MATH-500): one object with "problem", and "answer" or a "solution" that boxes
-it, a line. Arguments, as configs/math.py:size=1.5B,lag=10: `size` 0.5B, 1.5B, 3B, 7B; `lag`, how many updates old the
-weights of a rollout may be (the paper's async levels are 2 and 10); `per_searcher`, devices that hold one copy.
+DIR holds train.jsonl (MATH) and test.jsonl (MATH-500): one object with "problem", and "answer" or a "solution" that
+boxes it, a line. Arguments, as configs/math.py:size=1.5B,lag=10: `size` 0.5B, 1.5B, 3B, 7B; `lag`, how many updates old
+the weights of a rollout may be (the paper's async levels are 2 and 10); `per_searcher`, devices that hold one copy.
 
 `--config=configs/math.py:smoke` runs the same parts on sums of fractions that it makes itself, with a new model of a
 token per character, in about a minute (0.02 hours) on 2 CPU cores. Nothing is learnt; it is no measurement of MATH.
@@ -43,8 +43,8 @@ def get_config(arg=None):
     steps=400, prompts_per_step=32, responses_per_prompt=16,
     optimizer="adamw", learning_rate=1e-6, schedule="constant", warmup_steps=0, stable_steps=0, decay_steps=0,
     clip_norm=1.0, weight_decay=0.01, b1=0.9, b2=0.99, eps=1e-8,
-    micro_batches=128, packing=True, remat="full", attention="xla", head_chunk_tokens=2048, length_buckets=(1024, 2048, 3072),
-    param_dtype="float32", compute_dtype="bfloat16", max_nonfinite_in_row=3,
+    micro_batches=128, packing=True, remat="full", attention="xla", head_chunk_tokens=2048,
+    length_buckets=(1024, 2048, 3072), param_dtype="float32", compute_dtype="bfloat16", max_nonfinite_in_row=3,
   )
   config.reference = dict(reset_every_steps=50, ema_decay=0.0)  # the paper's rho
   config.sample = dict(
@@ -62,7 +62,8 @@ def get_config(arg=None):
   config.sync = dict(every_steps=1, max_lead_steps=-1)
   config.devices = dict(trainer=0, searchers=0, per_searcher=arg.per_searcher, share=False)
   config.runtime = dict(
-    mode="async", backend="local", lag=-1, searcher_restarts=2, stop_timeout_secs=10.0, replay_order="", hang_secs=900.0,
+    mode="async", backend="local", lag=-1, searcher_restarts=2, stop_timeout_secs=10.0, replay_order="",
+    hang_secs=900.0,
   )
   config.eval = dict(every_steps=20, size=0)
   config.checkpoint = dict(every_steps=20, keep=2)

@@ -1,8 +1,8 @@
 """GSM8K, supervised fine-tuning alone: the start that RL on GSM8K needs, made here instead of downloaded.
 
 Source: RhoMath-1B on the train split's written solutions, as Kazemnejad et al. 2024 (arXiv:2410.01679) made the start
-of Bartoldson et al. 2025 (arXiv:2503.18929). Rate and number of epochs (3) are ours. Expected: near the 40.3% greedy test
-accuracy of the published start; not measured with this code, nor is its time (about 0.2 hours on v5e-8 by its FLOPs).
+of Bartoldson et al. 2025 (arXiv:2503.18929). Rate and number of epochs (3) are ours. Expected: near the 40.3% greedy
+test accuracy of the published start; neither that nor its time is measured.
 
   python -m tba_jax.main --config=configs/sft_gsm8k.py --workdir=runs/sft_gsm8k
   python -m tba_jax.export --workdir=runs/sft_gsm8k --out=runs/sft_gsm8k/exported
@@ -50,8 +50,8 @@ def get_config(arg=None):
   config.sample.temperature_ladder = ()  # as (0.7, 1.0): searchers in turn, a ladder of exploration
   config.loss = dict(name="tb_vargrad", beta_init=0.01, beta_final=0.01, beta_decay_steps=0)
   config.buffer = dict(
-    capacity=1_000, capacity_per_prompt=8, recent_fraction=1.0, order="tba", priority="uniform", priority_temperature=1.0,
-    fill_responses=0, dedup=True, max_uses=0, max_staleness=-1,
+    capacity=1_000, capacity_per_prompt=8, recent_fraction=1.0, order="tba", priority="uniform",
+    priority_temperature=1.0, fill_responses=0, dedup=True, max_uses=0, max_staleness=-1,
   )
   config.sync = dict(every_steps=1, max_lead_steps=1)
   config.devices = dict(trainer=0, searchers=0, per_searcher=0, share=False)
