@@ -64,8 +64,8 @@ def get_config(arg=None):
   config.sample.temperature_ladder = ()  # as (0.7, 1.0): searchers in turn, a ladder of exploration
   config.loss = dict(name="tb_vargrad", beta_init=1.0, beta_final=0.05, beta_decay_steps=32)
   config.buffer = dict(
-    capacity=200_000, capacity_per_prompt=100, recent_fraction=0.5, order="tba", priority="reward", priority_temperature=1.0,
-    fill_responses=10_000, dedup=True, max_uses=0, max_staleness=-1,
+    capacity=200_000, capacity_per_prompt=100, recent_fraction=0.5, order="tba", priority="reward",
+    priority_temperature=1.0, fill_responses=10_000, dedup=True, max_uses=0, max_staleness=-1,
   )
   config.sync = dict(every_steps=10, max_lead_steps=-1)
   config.devices = dict(trainer=0, searchers=0, per_searcher=0, share=False)

@@ -1,4 +1,5 @@
-"""What asynchrony buys: the same training asynchronous, alternating on the same split of devices, and alternating on all of them.
+"""What asynchrony buys: the same training asynchronous, alternating on the same split of devices, and alternating on
+all of them.
 
     python -m experiments.async_speedup --out runs/async_speedup
 
@@ -6,11 +7,13 @@ Arms, on the quickstart's task and model, from the same fine-tuned version 0:
   async          searchers and trainer at once, on disjoint devices
   disaggregated  the same devices, sync mode: sample a batch, then train on it
   colocated      sync mode, every phase on all devices, a whole batch decoded at once (on CPU one device is all cores)
-and `sampling1`, `2`, `4`: async with a SIMULATED decode latency, which costs no core, for how rollouts scale with searchers.
+and `sampling1`, `2`, `4`: async with a SIMULATED decode latency, which costs no core, for how rollouts scale with
+searchers.
 
-Times are between the first and the last step of a run, without evaluations; the ideal is (T + S) / max(T, S) with T and S the seconds
-that trainer and searchers are busy in the disaggregated run. `--accuracy` repeats the arms with evaluations and compares the time to the
-same held-out accuracy. An arm that is done is not run again; `summary.json` and `summary.svg` are written from all.
+Times are between the first and the last step of a run, without evaluations; the ideal is (T + S) / max(T, S) with T and
+S the seconds that trainer and searchers are busy in the disaggregated run. `--accuracy` repeats the arms with
+evaluations and compares the time to the same held-out accuracy. An arm that is done is not run again; `summary.json`
+and `summary.svg` are written from all.
 """
 
 from __future__ import annotations
@@ -108,11 +111,13 @@ def measure(folder: pathlib.Path) -> dict:
   accuracy = [(line["step"], line["eval_accuracy"]) for line in lines if "eval_accuracy" in line]
   at = {line["step"]: line["wall_seconds"] for line in steps}
   return {
-    "seconds": secs, "steps": last["step"] - first["step"], "trained_responses_per_second": (last["step"] - first["step"]) * rows / secs,
+    "seconds": secs, "steps": last["step"] - first["step"],
+    "trained_responses_per_second": (last["step"] - first["step"]) * rows / secs,
     "rollouts_per_second": (last["rollouts"] - first["rollouts"]) / secs, "trainer_busy_seconds": training,
     "searchers_busy_seconds": sampling, "trainer_busy_share": training / secs, "searchers_busy_share": sampling / secs,
     "staleness_mean": results["staleness_mean"], "bottleneck": results["bottleneck"],
-    "accuracy": [(step, at.get(step, 0.0) - at[first["step"]], value) for step, value in accuracy if step == 0 or step in at],
+    "accuracy": [(step, at.get(step, 0.0) - at[first["step"]], value)
+                 for step, value in accuracy if step == 0 or step in at],
   }
 
 
@@ -136,11 +141,14 @@ def summarise(out: pathlib.Path) -> dict:
     rate = {arm: done[arm]["trained_responses_per_second"] for arm in SPEED}
     ideal = (train_secs + sample_secs) / max(train_secs, sample_secs)
     summary |= {"ideal_speedup": ideal, "speedup_over_disaggregated": rate["async"] / rate["disaggregated"],
-                "speedup_over_colocated": rate["async"] / rate["colocated"], "share_of_ideal": rate["async"] / rate["disaggregated"] / ideal}
+                "speedup_over_colocated": rate["async"] / rate["colocated"],
+                "share_of_ideal": rate["async"] / rate["disaggregated"] / ideal}
   curves = {arm: done[f"{arm}_accuracy"]["accuracy"] for arm in SPEED if f"{arm}_accuracy" in done}
   if len(curves) == len(SPEED):
     goal = min(max(value for _, _, value in curve) for curve in curves.values())
-    summary |= {"accuracy_goal": goal, "seconds_to_accuracy": {arm: seconds_to(curve, goal) for arm, curve in curves.items()}}
+    summary |= {
+        "accuracy_goal": goal, "seconds_to_accuracy": {arm: seconds_to(curve, goal) for arm, curve in curves.items()}
+    }
   scaling = {arm[-1]: done[arm]["rollouts_per_second"] for arm in SIMULATED if arm in done}
   if scaling:
     summary["simulated_rollouts_per_second_by_searchers"] = scaling
@@ -149,10 +157,12 @@ def summarise(out: pathlib.Path) -> dict:
 
 def plot(summary: dict, path: pathlib.Path) -> None:
   """An SVG of bars: trained responses a second by arm, and rollouts a second by searchers with simulated latency."""
-  bars = [(arm, summary["arms"][arm]["trained_responses_per_second"], "#4878a8") for arm in SPEED if arm in summary["arms"]]
+  bars = [(arm, summary["arms"][arm]["trained_responses_per_second"], "#4878a8")
+          for arm in SPEED if arm in summary["arms"]]
   scaling = summary.get("simulated_rollouts_per_second_by_searchers", {})
   charts = [("trained responses / s", bars),
-            ("rollouts / s by searchers (simulated latency)", [(number, rate, "#a87848") for number, rate in scaling.items()])]
+            ("rollouts / s by searchers (simulated latency)",
+             [(number, rate, "#a87848") for number, rate in scaling.items()])]
   parts = ['<svg xmlns="http://www.w3.org/2000/svg" width="820" height="240" font-family="sans-serif" font-size="12">']
   for column, (title, values) in enumerate(charts):
     left, highest = 20 + 410 * column, max([value for _, value, _ in values], default=1.0)
@@ -166,11 +176,13 @@ def plot(summary: dict, path: pathlib.Path) -> None:
 
 def main(argv: list[str] | None = None) -> dict:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument("--out", type=pathlib.Path, required=True, help="folder for the runs, summary.json and summary.svg")
+  parser.add_argument("--out", type=pathlib.Path, required=True,
+                      help="folder for the runs, summary.json and summary.svg")
   parser.add_argument("--steps", type=int, default=60, help="optimizer steps of an arm")
   parser.add_argument("--latency_secs", type=float, default=0.1, help="of a chunk of decoding, in the simulated arms")
   parser.add_argument("--accuracy", action="store_true", help="also run the arms with evaluations")
-  parser.add_argument("--quick", action="store_true", help="a tiny model and few steps: everything works, no figure means anything")
+  parser.add_argument("--quick", action="store_true",
+                      help="a tiny model and few steps: everything works, no figure means anything")
   parser.add_argument("--run_arm", help=argparse.SUPPRESS)
   args = parser.parse_args(argv)
   steps = 6 if args.quick else args.steps
@@ -182,11 +194,15 @@ def main(argv: list[str] | None = None) -> dict:
   for done, arm in enumerate(arms):
     if (args.out / arm / "results.json").is_file():
       continue
-    print(f"[{'#' * done}{'.' * (len(arms) - done)}] {arm}, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-    command = [sys.executable, "-m", "experiments.async_speedup", f"--run_arm={arm}", f"--out={args.out}", f"--steps={args.steps}",
-               f"--latency_secs={args.latency_secs}", *(["--quick"] if args.quick else [])]
+    print(f"[{'#' * done}{'.' * (len(arms) - done)}] {arm}, {time.monotonic() - began:.0f} s", file=sys.stderr,
+          flush=True)
+    command = [
+        sys.executable, "-m", "experiments.async_speedup", f"--run_arm={arm}", f"--out={args.out}",
+        f"--steps={args.steps}", f"--latency_secs={args.latency_secs}", *(["--quick"] if args.quick else [])
+    ]
     with open(args.out / f"{arm}.log", "w") as log:
-      code = subprocess.run(command, cwd=pathlib.Path(__file__).resolve().parent.parent, stdout=log, stderr=log).returncode
+      code = subprocess.run(command, cwd=pathlib.Path(__file__).resolve().parent.parent, stdout=log,
+                            stderr=log).returncode
     if code:
       raise SystemExit(f"arm {arm} ended with {code}: {(args.out / f'{arm}.log').read_text()[-2000:]}")
   summary = summarise(args.out)

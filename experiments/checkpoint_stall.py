@@ -1,11 +1,13 @@
-"""What publishing weights and saving a checkpoint cost the trainer, at the size of a 135M-parameter model with a 2 GB replay buffer.
+"""What publishing weights and saving a checkpoint cost the trainer, at the size of a 135M-parameter model with a 2 GB
+replay buffer.
 
     python -m experiments.checkpoint_stall --out experiments/results/checkpoint_stall.json
 
-Shapes are those of SmolLM2-135M, parameters random, AdamW's state as it would be; trainer and searcher are two (on CPU: virtual) devices.
-Reported are the seconds for which the trainer's thread is held by `WeightStore.publish` and by taking and handing over a checkpoint, how
-long each then goes on in the background, and the shares of a step's time. That time is given by --step_secs, or else measured: forward
-and backward of one micro-batch here, times the micro-batches of a step.
+Shapes are those of SmolLM2-135M, parameters random, AdamW's state as it would be; trainer and searcher are two (on CPU:
+virtual) devices. Reported are the seconds for which the trainer's thread is held by `WeightStore.publish` and by taking
+and handing over a checkpoint, how long each then goes on in the background, and the shares of a step's time. That time
+is given by --step_secs, or else measured: forward and backward of one micro-batch here, times the micro-batches of a
+step.
 """
 
 from __future__ import annotations
@@ -51,8 +53,8 @@ def measure(buffer_gb: float, repeats: int, step_secs: float) -> dict:
   from tba_jax.replay.buffer import ReplayBuffer
   from tba_jax.weights import WeightStore
 
-  cfg = new_model_config(hidden_size=576, num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64, mlp_size=1536, max_positions=2048,
-                         tie_embeddings=True, rope_theta=1e5, norm_eps=1e-5, vocab_size=49152)
+  cfg = new_model_config(hidden_size=576, num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64, mlp_size=1536,
+                         max_positions=2048, tie_embeddings=True, rope_theta=1e5, norm_eps=1e-5, vocab_size=49152)
   trainer_device, searcher_device = jax.devices()[:2]
   with jax.default_device(trainer_device):
     params = jax.jit(lambda key: transformer.init_params(cfg, key, jnp.float32))(jax.random.key(0))
@@ -61,16 +63,16 @@ def measure(buffer_gb: float, repeats: int, step_secs: float) -> dict:
   if not step_secs:
     rows = jnp.ones((MICRO_ROWS, STEP_TOKENS), jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(STEP_TOKENS), rows.shape)
-    score = lambda p: learner.token_logprobs(p, cfg, rows, positions, rows, temperature=1.0, dtype=jnp.float32, remat="none",
-                                             chunk_tokens=1024)[0].sum()
+    score = lambda p: learner.token_logprobs(p, cfg, rows, positions, rows, temperature=1.0, dtype=jnp.float32,
+                                             remat="none", chunk_tokens=1024)[0].sum()
     grad = jax.jit(jax.grad(score))
     jax.block_until_ready(grad(state.params))
     began = time.monotonic()
     jax.block_until_ready(grad(state.params))
     step_secs = (time.monotonic() - began) * STEP_ROWS / MICRO_ROWS
   tokens = 512
-  buffer = ReplayBuffer(capacity=int(buffer_gb * 1e9 / (12 * tokens / 2)) + 1000, capacity_per_prompt=100, max_prompt_tokens=128,
-                        max_response_tokens=tokens, seed=0, recent_fraction=0.5)
+  buffer = ReplayBuffer(capacity=int(buffer_gb * 1e9 / (12 * tokens / 2)) + 1000, capacity_per_prompt=100,
+                        max_prompt_tokens=128, max_response_tokens=tokens, seed=0, recent_fraction=0.5)
   feed, num_tokens = Feed(tokens), 0
   while 12 * num_tokens < buffer_gb * 1e9:
     group = feed.next(1_000_000, 0)
@@ -95,12 +97,14 @@ def measure(buffer_gb: float, repeats: int, step_secs: float) -> dict:
       taken.append(time.monotonic() - began)
       run_state.join()
       written.append(time.monotonic() - began)
-      print(f"publish {publish[-1]:.3f} s of {published[-1]:.2f}, checkpoint {taken[-1]:.3f} s of {written[-1]:.2f}", flush=True)
+      print(f"publish {publish[-1]:.3f} s of {published[-1]:.2f}, checkpoint {taken[-1]:.3f} s of {written[-1]:.2f}",
+            flush=True)
     run_state.close()
   median = lambda values: sorted(values[1:])[len(values[1:]) // 2]  # the first compiles, and writes the whole buffer
   return {
       "step_seconds": step_secs, "buffer_gb": buffer_gb, "live_rows": int(buffer.stats()["live_rows"]),
-      "publish_stall_seconds": median(publish), "publish_seconds": median(published), "publish_stall_share": median(publish) / step_secs,
+      "publish_stall_seconds": median(publish), "publish_seconds": median(published),
+      "publish_stall_share": median(publish) / step_secs,
       "checkpoint_stall_seconds": median(taken), "checkpoint_seconds": median(written),
       "first_checkpoint_stall_seconds": taken[0], "checkpoint_stall_share_of_one_step": median(taken) / step_secs,
       "load_average": os.getloadavg()[0],

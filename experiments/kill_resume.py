@@ -1,10 +1,12 @@
-"""Kills a lockstep run at random moments, again and again, and compares what comes out with the run that nobody touched.
+"""Kills a lockstep run at random moments, again and again, and compares what comes out with the run that nobody
+touched.
 
     python -m experiments.kill_resume --kills 30 --out experiments/results/kill_resume.json
 
-A life of the run is a real process; it is sent SIGKILL after a random time, from its first import to its last checkpoint, and the same
-command goes on. When a run ends before the kills are used up, it is compared and the next one begins. Equal means: every line of
-metrics.jsonl but for what depends on the clock, the counts of results.json, and the bits of the trained parameters.
+A life of the run is a real process; it is sent SIGKILL after a random time, from its first import to its last
+checkpoint, and the same command goes on. When a run ends before the kills are used up, it is compared and the next one
+begins. Equal means: every line of metrics.jsonl but for what depends on the clock, the counts of results.json, and the
+bits of the trained parameters.
 """
 
 from __future__ import annotations
@@ -23,10 +25,12 @@ import time
 import numpy as np
 
 REPO = pathlib.Path(__file__).resolve().parent.parent
-TIMED = ("second", "wall_time", "searchers_decode", "share", "bottleneck")  # of a name: what it holds depends on the clock
+# Of a name: what it holds depends on the clock.
+TIMED = ("second", "wall_time", "searchers_decode", "share", "bottleneck")
 # An untrained model seldom stops, so responses are scored as they are; nothing is learnt, everything is exercised.
 FLAGS = (
-    "--config=configs/quickstart.py:smoke", "--config.runtime.mode=lockstep", "--config.sft.steps=0", "--config.eval.size=8",
+    "--config=configs/quickstart.py:smoke", "--config.runtime.mode=lockstep", "--config.sft.steps=0",
+    "--config.eval.size=8",
     "--config.eval.every_steps=5", "--config.sample.truncated=score", "--config.checkpoint.every_steps=2",
     "--config.sync.every_steps=2",
 )
@@ -93,7 +97,8 @@ def main(argv: list[str] | None = None) -> dict:
         process.wait()
         kills += 1
         workdir.mkdir(exist_ok=True)
-        print(f"\r{kills}/{args.kills} kills, {num_runs} runs compared, {time.monotonic() - began:.0f} s", end="", file=sys.stderr, flush=True)
+        print(f"\r{kills}/{args.kills} kills, {num_runs} runs compared, {time.monotonic() - began:.0f} s", end="",
+              file=sys.stderr, flush=True)
         continue
       finish(process, workdir)
       found = outcome(workdir)
@@ -103,8 +108,10 @@ def main(argv: list[str] | None = None) -> dict:
       num_runs += 1
       shutil.rmtree(workdir)
   print(file=sys.stderr)
-  results = {"kills": kills, "runs_compared": num_runs, "resumes": resumed, "steps": args.steps, "seed": args.seed, "equal": True,
-             "seconds": time.monotonic() - began}
+  results = {
+      "kills": kills, "runs_compared": num_runs, "resumes": resumed, "steps": args.steps, "seed": args.seed,
+      "equal": True, "seconds": time.monotonic() - began
+  }
   args.out.parent.mkdir(parents=True, exist_ok=True)
   args.out.write_text(json.dumps(results, indent=2) + "\n")
   print(json.dumps(results))

@@ -1,9 +1,11 @@
-"""Does a long asynchronous run leak? Resident memory, threads and compiled programs of a quickstart-like run, minute by minute.
+"""Does a long asynchronous run leak? Resident memory, threads and compiled programs of a quickstart-like run, minute by
+minute.
 
     python -m experiments.soak --minutes 30 --out experiments/results/soak.json
 
-The run is a process like any other, trained until the time is over and then stopped by SIGTERM, which must end it with code 0. Memory
-counts from the warm-up on, when the buffer is full and every program has been used: it may grow by less than 1%.
+The run is a process like any other, trained until the time is over and then stopped by SIGTERM, which must end it with
+code 0. Memory counts from the warm-up on, when the buffer is full and every program has been used: it may grow by less
+than 1%.
 """
 
 from __future__ import annotations
@@ -20,8 +22,10 @@ import time
 
 REPO = pathlib.Path(__file__).resolve().parent.parent
 FLAGS = (
-    "--config=configs/quickstart.py", "--config.sft.steps=0", "--config.train.steps=1000000", "--config.sample.truncated=score",
-    "--config.buffer.capacity=2000", "--config.eval.size=32", "--config.eval.every_steps=100", "--config.checkpoint.every_steps=100",
+    "--config=configs/quickstart.py", "--config.sft.steps=0", "--config.train.steps=1000000",
+    "--config.sample.truncated=score",
+    "--config.buffer.capacity=2000", "--config.eval.size=32", "--config.eval.every_steps=100",
+    "--config.checkpoint.every_steps=100",
 )
 
 
@@ -32,7 +36,8 @@ def status(pid: int) -> dict[str, int]:
 
 
 def judge(samples: list[dict], compiles: list[float], *, warm_secs: float) -> dict:
-  """What the samples say: growth of memory after the warm-up by medians of its first and last fifth, threads, compilations."""
+  """What the samples say: growth of memory after the warm-up by medians of its first and last fifth, threads,
+  compilations."""
   warm = [sample for sample in samples if sample["seconds"] >= warm_secs]
   fifth = max(1, len(warm) // 5)
   median = lambda part, key: sorted(sample[key] for sample in part)[len(part) // 2]
@@ -40,7 +45,8 @@ def judge(samples: list[dict], compiles: list[float], *, warm_secs: float) -> di
   return {
       "growth": last / first - 1, "resident_bytes_first": first, "resident_bytes_last": last,
       "threads_first": median(warm[:fifth], "threads"), "threads_last": median(warm[-fifth:], "threads"),
-      "threads_most": max(sample["threads"] for sample in warm), "compilations_after_warm_up": sum(at >= warm_secs for at in compiles),
+      "threads_most": max(sample["threads"] for sample in warm),
+      "compilations_after_warm_up": sum(at >= warm_secs for at in compiles),
   }
 
 
@@ -57,8 +63,8 @@ def main(argv: list[str] | None = None) -> dict:
     workdir, log = pathlib.Path(folder) / "run", pathlib.Path(folder) / "log"
     env = dict(os.environ, JAX_LOG_COMPILES="1")
     with open(log, "wb") as output:
-      process = subprocess.Popen([sys.executable, "-m", "tba_jax.main", f"--workdir={workdir}", *FLAGS, *args.flags], cwd=REPO, env=env,
-                                 stdout=output, stderr=output)
+      process = subprocess.Popen([sys.executable, "-m", "tba_jax.main", f"--workdir={workdir}", *FLAGS, *args.flags],
+                                 cwd=REPO, env=env, stdout=output, stderr=output)
     began = time.monotonic()
     seen = 0
     while (secs := time.monotonic() - began) < 60 * args.minutes and process.poll() is None:
@@ -66,7 +72,8 @@ def main(argv: list[str] | None = None) -> dict:
       lines = log.read_bytes().count(b"Finished XLA compilation")
       compiles += [secs] * (lines - seen)
       seen = lines
-      print(f"\r{secs / 60:.1f}/{args.minutes:g} minutes, {samples[-1]['resident_bytes'] / 2**20:.0f} MiB, {samples[-1]['threads']} threads, "
+      print(f"\r{secs / 60:.1f}/{args.minutes:g} minutes, {samples[-1]['resident_bytes'] / 2**20:.0f} MiB, "
+            f"{samples[-1]['threads']} threads, "
             f"{seen} compilations", end="", file=sys.stderr, flush=True)
       time.sleep(args.every_secs)
     print(file=sys.stderr)
@@ -76,7 +83,8 @@ def main(argv: list[str] | None = None) -> dict:
     if process.returncode != 0:
       raise SystemExit(f"the run ended with code {process.returncode}: {log.read_text(errors='replace')[-3000:]}")
     steps = sum('"loss"' in line for line in (workdir / "metrics.jsonl").read_text().splitlines())
-  results = judge(samples, compiles, warm_secs=60 * args.warm_minutes) | {"minutes": args.minutes, "steps": steps, "samples": samples}
+  results = judge(samples, compiles,
+                  warm_secs=60 * args.warm_minutes) | {"minutes": args.minutes, "steps": steps, "samples": samples}
   args.out.parent.mkdir(parents=True, exist_ok=True)
   args.out.write_text(json.dumps(results, indent=2) + "\n")
   print(json.dumps({key: value for key, value in results.items() if key != "samples"}, indent=2))

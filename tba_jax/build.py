@@ -1,4 +1,5 @@
-"""The parts of a run out of its config: model and task, searchers, trainer, buffer. With train.py the only reader of the config."""
+"""The parts of a run out of its config: model and task, searchers, trainer, buffer. With train.py the only reader of
+the config."""
 
 from __future__ import annotations
 
@@ -45,8 +46,8 @@ from tba_jax.workdir import as_config_error, say
 
 
 def model_config(config: ConfigDict) -> ModelConfig:
-  """The architecture that the config asks for, without weights. Raises ConfigError if it is not to be had, or if the pattern of
-  adapters matches nothing in it, or if the kernels of attention cannot do it."""
+  """The architecture that the config asks for, without weights. Raises ConfigError if it is not to be had, or if the
+  pattern of adapters matches nothing in it, or if the kernels of attention cannot do it."""
   if config.model.path:
     with as_config_error(f"model.path={config.model.path!r}"):
       cfg = read_model_config(config.model.path)
@@ -80,8 +81,8 @@ class ExtraModel(NamedTuple):
 def extra_models(config: ConfigDict) -> tuple[ExtraModel, ...]:
   """Architectures of the models that the task's arguments name, as reward_model=PATH; without weights.
 
-  An argument whose name ends in _model names one. Its dtype is that of the argument X_dtype with an X that occurs in the
-  name, or else that of sampling. Raises ConfigError if a model is not to be had.
+  An argument whose name ends in _model names one. Its dtype is that of the argument X_dtype with an X that occurs in
+  the name, or else that of sampling. Raises ConfigError if a model is not to be had.
   """
   args = config.task_args.to_dict()
   dtypes = {name.removesuffix("_dtype"): value for name, value in args.items() if name.endswith("_dtype")}
@@ -106,7 +107,8 @@ def build_model_and_task(
     task = make_task(config, tokenizer)
     abstract = transformer.abstract_params(cfg, dtype)
     params = run_state.load_initial(jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, sharding.param_shardings(abstract, mesh)))
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract,
+        sharding.param_shardings(abstract, mesh)))
     return cfg, task, params
   # Fine-tuning trains every parameter, whatever is frozen afterwards.
   first_dtype = jnp.float32 if config.sft.steps else dtype
@@ -137,15 +139,17 @@ def build_model_and_task(
 
 
 def make_task(config: ConfigDict, tokenizer: Tokenizer | None) -> Task:
-  """The task that the config names. Raises ConfigError for data that is missing or malformed, or prompts over the limit."""
+  """The task that the config names. Raises ConfigError for data that is missing or malformed, or prompts over the
+  limit."""
   with as_config_error("task"):
     settings = TaskSettings(
         seed=config.seed, data_path=config.data.path, max_prompt_tokens=config.sample.max_prompt_tokens,
         num_eval_prompts=config.eval.size, num_sft_examples=config.sft.num_examples)
     task = registry.make_task(config.task, tokenizer, settings, config.task_args)
     if len(task.train_prompts()) < config.train.prompts_per_step:
-      raise ValueError(f"train.prompts_per_step={config.train.prompts_per_step} is more than the {len(task.train_prompts())} prompts that "
-                       f"{config.task} has; lower it: a batch holds no prompt twice")
+      raise ValueError(f"train.prompts_per_step={config.train.prompts_per_step} is more than the "
+                       f"{len(task.train_prompts())} prompts that {config.task} has; lower it: a batch holds no prompt "
+                       "twice")
     return task
 
 
@@ -165,12 +169,14 @@ def _fine_tune(
   """Supervised fine-tuning of fresh parameters; None if it was stopped."""
   sft, train = config.sft, config.train
   schedule = optimizers.make_schedule(
-      "cosine", learning_rate=sft.learning_rate, warmup_steps=sft.warmup_steps, decay_steps=sft.steps - sft.warmup_steps)
-  optimizer = optimizers.make_optimizer("adamw", schedule=schedule, clip_norm=1.0, b1=train.b1, b2=train.b2, eps=train.eps)
+      "cosine", learning_rate=sft.learning_rate, warmup_steps=sft.warmup_steps,
+      decay_steps=sft.steps - sft.warmup_steps)
+  optimizer = optimizers.make_optimizer("adamw", schedule=schedule, clip_norm=1.0, b1=train.b1, b2=train.b2,
+                                        eps=train.eps)
   step = learner.make_train_step(
-      cfg, make_loss("sft"), optimizer, temperature=1.0, compute_dtype=jnp.dtype(train.compute_dtype), remat=train.remat,
-      micro_batches=sft.micro_batches, chunk_tokens=train.head_chunk_tokens, whole_groups_per_micro_batch=True,
-      backend=train.attention, mesh=mesh)
+      cfg, make_loss("sft"), optimizer, temperature=1.0, compute_dtype=jnp.dtype(train.compute_dtype),
+      remat=train.remat, micro_batches=sft.micro_batches, chunk_tokens=train.head_chunk_tokens,
+      whole_groups_per_micro_batch=True, backend=train.attention, mesh=mesh)
   state = learner.init_train_state(params, optimizer, mesh=mesh)
   examples = task.sft_examples()[: sft.num_examples]
   run_state = RunState(folder / "fine_tuning", keep=1)
@@ -178,8 +184,8 @@ def _fine_tune(
   try:
     state = supervised.fine_tune(
         state, examples, step=step, placement=sharding.batch_sharding(mesh), steps=sft.steps, batch_size=sft.batch_size,
-        row_multiple=sft.micro_batches * sharding.num_batch_shards(mesh), length_buckets=train.length_buckets, seed=config.seed,
-        run_state=run_state, save_every_steps=config.checkpoint.every_steps, stopped=stop.is_set,
+        row_multiple=sft.micro_batches * sharding.num_batch_shards(mesh), length_buckets=train.length_buckets,
+        seed=config.seed, run_state=run_state, save_every_steps=config.checkpoint.every_steps, stopped=stop.is_set,
         on_step=lambda done, loss: bar.update(done, f"loss {loss:.3f}"))
   finally:
     bar.close()
@@ -213,7 +219,8 @@ def build_searchers(
     config: ConfigDict, cfg: ModelConfig, task: Task, params: Any, device_lists: Sequence[Sequence[jax.Device]],
     folder: pathlib.Path
 ) -> tuple[WeightStore, Callable[[int], Searcher], Timeline]:
-  """Weight store, what makes searcher i with an engine and the reference (version 0) on its devices, and the timeline they write to."""
+  """Weight store, what makes searcher i with an engine and the reference (version 0) on its devices, and the timeline
+  they write to."""
   sample, train, lora = config.sample, config.train, lora_settings(config)
   dtype, timeline = jnp.dtype(sample.dtype), Timeline(folder)
   places = [place_searcher(cfg, devices) for devices in device_lists]
@@ -234,9 +241,9 @@ def build_searchers(
     place = places[index]
     make_engine = functools.partial(
         Engine, cfg, place.device_or_mesh, slots=sample.slots, max_prompt_tokens=sample.max_prompt_tokens,
-        max_new_tokens=sample.max_new_tokens, chunk_tokens=sample.chunk_tokens, stop_ids=task.tokenizer.stop_ids, dtype=dtype,
-        log_mu_temperature=sample.temperature, in_flight=sample.in_flight, cache_dtype=jnp.dtype(sample.cache_dtype),
-        attention=sample.attention)
+        max_new_tokens=sample.max_new_tokens, chunk_tokens=sample.chunk_tokens, stop_ids=task.tokenizer.stop_ids,
+        dtype=dtype, log_mu_temperature=sample.temperature, in_flight=sample.in_flight,
+        cache_dtype=jnp.dtype(sample.cache_dtype), attention=sample.attention)
     engine = make_engine(lane_samples=sample.lane_samples, recompute_kv=sample.recompute_kv)
     return Searcher(
         index=index, engine=engine,
@@ -245,8 +252,8 @@ def build_searchers(
         score_decode_layout=decode_layout_scorers[index],
         reference=references[index], ref_version=0, prompts=task.train_prompts(),
         reward=make_reward(task, place.device_or_mesh, for_eval=False),
-        eval_reward=make_reward(task, place.device_or_mesh, for_eval=True), response_text=task.response_text, settings=settings,
-        temperature=float(ladder[index % len(ladder)]),
+        eval_reward=make_reward(task, place.device_or_mesh, for_eval=True), response_text=task.response_text,
+        settings=settings, temperature=float(ladder[index % len(ladder)]),
         span=functools.partial(timeline.span, f"searcher{index}"))
 
   return weights, make_searcher, timeline
@@ -257,8 +264,8 @@ def make_scorer(config: ConfigDict, cfg: ModelConfig, mesh: Mesh | None) -> Call
   train = config.train
   rows_at_once = train.prompts_per_step * train.responses_per_prompt // train.micro_batches
   return learner.make_scorer(
-      cfg, temperature=config.sample.temperature, dtype=jnp.dtype(train.compute_dtype), chunk_tokens=train.head_chunk_tokens,
-      rows_at_once=rows_at_once, backend=train.attention, mesh=mesh)
+      cfg, temperature=config.sample.temperature, dtype=jnp.dtype(train.compute_dtype),
+      chunk_tokens=train.head_chunk_tokens, rows_at_once=rows_at_once, backend=train.attention, mesh=mesh)
 
 
 def make_convert(dtype: Any) -> Callable[[Any], Any]:
@@ -280,18 +287,20 @@ def _weight_store(
     on_mesh = place.mesh is not None
     placements.append(sharding.param_shardings(abstract, place.mesh) if on_mesh else place.weights)
     expand.append(functools.partial(jax.jit(merge, out_shardings=place.weights if on_mesh else None), reference))
-  return WeightStore(jax.jit(lambda tree: jax.tree.map(jnp.copy, tree)), placements, expand=expand, timeout_secs=timeout_secs)
+  return WeightStore(jax.jit(lambda tree: jax.tree.map(jnp.copy, tree)), placements, expand=expand,
+                     timeout_secs=timeout_secs)
 
 
 def placements(config: ConfigDict, cfg: ModelConfig, devices: Sequence[jax.Device]) -> list[placement.Placement]:
   """What stays on which device during a run, in bytes."""
   asked = config_lib.resolve_devices(**config.devices, num_devices=len(devices))
   return placement.placements(
-      cfg, devices, trainer=asked.trainer, searchers=asked.searchers, per_searcher=asked.per_searcher, share=asked.share,
-      optimizer=config.train.optimizer, param_dtype=config.train.param_dtype, compute_dtype=config.train.compute_dtype,
-      sample_dtype=config.sample.dtype, cache_dtype=config.sample.cache_dtype, attention=config.sample.attention, slots=config.sample.slots,
-      lane_samples=config.sample.lane_samples, max_prompt_tokens=config.sample.max_prompt_tokens,
-      max_new_tokens=config.sample.max_new_tokens, buffer_capacity=config.buffer.capacity, lora=lora_settings(config),
+      cfg, devices, trainer=asked.trainer, searchers=asked.searchers, per_searcher=asked.per_searcher,
+      share=asked.share, optimizer=config.train.optimizer, param_dtype=config.train.param_dtype,
+      compute_dtype=config.train.compute_dtype, sample_dtype=config.sample.dtype, cache_dtype=config.sample.cache_dtype,
+      attention=config.sample.attention, slots=config.sample.slots, lane_samples=config.sample.lane_samples,
+      max_prompt_tokens=config.sample.max_prompt_tokens, max_new_tokens=config.sample.max_new_tokens,
+      buffer_capacity=config.buffer.capacity, lora=lora_settings(config),
       reference_moves=config.reference.reset_every_steps > 0, reference_average=config.reference.ema_decay > 0)
 
 
@@ -310,11 +319,11 @@ def make_step(config: ConfigDict, cfg: ModelConfig, mesh: Mesh) -> tuple[Callabl
   """The jitted train step on a mesh, and its optimizer."""
   train = config.train
   schedule = optimizers.make_schedule(
-      train.schedule, learning_rate=train.learning_rate, warmup_steps=train.warmup_steps, stable_steps=train.stable_steps,
-      decay_steps=train.decay_steps)
+      train.schedule, learning_rate=train.learning_rate, warmup_steps=train.warmup_steps,
+      stable_steps=train.stable_steps, decay_steps=train.decay_steps)
   optimizer = optimizers.make_optimizer(
-      train.optimizer, schedule=schedule, clip_norm=train.clip_norm, weight_decay=train.weight_decay, b1=train.b1, b2=train.b2,
-      eps=train.eps)
+      train.optimizer, schedule=schedule, clip_norm=train.clip_norm, weight_decay=train.weight_decay, b1=train.b1,
+      b2=train.b2, eps=train.eps)
   step = learner.make_train_step(
       cfg, make_loss(config.loss.name), optimizer, temperature=config.sample.temperature,
       compute_dtype=jnp.dtype(train.compute_dtype), remat=train.remat, micro_batches=train.micro_batches,
@@ -360,16 +369,18 @@ def build_reference(
   multiple = train.micro_batches * sharding.num_batch_shards(mesh)
   return Reference(
       params, every_steps=config.reference.reset_every_steps, ema_decay=config.reference.ema_decay,
-      dtype=jnp.dtype(config.sample.dtype), score=make_scorer(config, cfg, mesh), placement=sharding.batch_sharding(mesh),
+      dtype=jnp.dtype(config.sample.dtype), score=make_scorer(config, cfg, mesh),
+      placement=sharding.batch_sharding(mesh),
       num_rows=round_up(train.prompts_per_step * train.responses_per_prompt, multiple) // train.micro_batches,
-      row_tokens=train.length_buckets[-1], searcher_places=[place_searcher(cfg, devices).reference for devices in device_lists])
+      row_tokens=train.length_buckets[-1],
+      searcher_places=[place_searcher(cfg, devices).reference for devices in device_lists])
 
 
 def build_exchange(config: ConfigDict, num_prompts: int) -> Exchange:
   buffer = ReplayBuffer(
       capacity=config.buffer.capacity, capacity_per_prompt=config.buffer.capacity_per_prompt,
-      max_prompt_tokens=config.sample.max_prompt_tokens, max_response_tokens=config.sample.max_new_tokens, seed=config.seed,
-      recent_fraction=config.buffer.recent_fraction, priority=config.buffer.priority,
+      max_prompt_tokens=config.sample.max_prompt_tokens, max_response_tokens=config.sample.max_new_tokens,
+      seed=config.seed, recent_fraction=config.buffer.recent_fraction, priority=config.buffer.priority,
       priority_temperature=config.buffer.priority_temperature, max_uses=config.buffer.max_uses,
       max_staleness=config.buffer.max_staleness, dedup=config.buffer.dedup and _lag(config) < 0,
       order=config.buffer.order if _lag(config) < 0 else "fifo")
@@ -388,8 +399,9 @@ def _lag(config: ConfigDict) -> int:
 def run_settings(config: ConfigDict) -> RunSettings:
   return RunSettings(
       seed=config.seed, mode=config.runtime.mode, loss=config.loss.name, steps=config.train.steps,
-      groups_per_step=config.train.prompts_per_step, responses_per_prompt=config.train.responses_per_prompt, lag=_lag(config),
-      sync_every_steps=1 if _lag(config) >= 0 else config.sync.every_steps, eval_every_steps=config.eval.every_steps,
-      checkpoint_every_steps=config.checkpoint.every_steps, max_new_tokens=config.sample.max_new_tokens,
-      rollouts_per_step=config.log.rollouts_per_step, searcher_restarts=config.runtime.searcher_restarts,
-      replay_order=config.runtime.replay_order, hang_secs=config.runtime.hang_secs, stop_timeout_secs=config.runtime.stop_timeout_secs)
+      groups_per_step=config.train.prompts_per_step, responses_per_prompt=config.train.responses_per_prompt,
+      lag=_lag(config), sync_every_steps=1 if _lag(config) >= 0 else config.sync.every_steps,
+      eval_every_steps=config.eval.every_steps, checkpoint_every_steps=config.checkpoint.every_steps,
+      max_new_tokens=config.sample.max_new_tokens, rollouts_per_step=config.log.rollouts_per_step,
+      searcher_restarts=config.runtime.searcher_restarts, replay_order=config.runtime.replay_order,
+      hang_secs=config.runtime.hang_secs, stop_timeout_secs=config.runtime.stop_timeout_secs)

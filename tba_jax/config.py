@@ -119,12 +119,13 @@ def _check_replay(c: Mapping[str, Any]) -> Iterator[str]:
   if c["runtime.mode"] != "lockstep" or c["runtime.lag"] >= 0:
     yield f"runtime.replay_order={source!r} needs runtime.mode=lockstep and runtime.lag=-1; set them"
   if c["sample.in_flight"]:
-    yield (f"runtime.replay_order={source!r} needs sample.in_flight=False, there and here: weights that arrive within a response arrive "
-           "at another token each time")
+    yield (f"runtime.replay_order={source!r} needs sample.in_flight=False, there and here: weights that arrive within "
+           "a response arrive at another token each time")
   if tuple(c["sample.temperature_ladder"]):
     yield f"runtime.replay_order={source!r} samples on one searcher; set sample.temperature_ladder=(), there and here"
   if c["reference.reset_every_steps"]:
-    yield f"runtime.replay_order={source!r} does not know which group met which reference; set reference.reset_every_steps=0, there and here"
+    yield (f"runtime.replay_order={source!r} does not know which group met which reference; set "
+           "reference.reset_every_steps=0, there and here")
   if c["buffer.priority"] == "residual":
     yield f"runtime.replay_order={source!r} does not know when residuals were handed back; use another buffer.priority"
   folder = pathlib.Path(source).expanduser()
@@ -232,8 +233,8 @@ def check_workdir(workdir: str, config: Mapping[str, Any]) -> None:
   if not path.exists():
     left = [name for name in ("checkpoints", "initial", "fine_tuning") if (folder / name).exists()]
     if left:
-      raise ConfigError([f"workdir={workdir!r} holds {left[0]}/ but no {CONFIG_FILE}, so nobody can tell whose they are; give another "
-                         "--workdir"])
+      raise ConfigError([f"workdir={workdir!r} holds {left[0]}/ but no {CONFIG_FILE}, so nobody can tell whose they "
+                         "are; give another --workdir"])
     return
   try:
     old = json.loads(path.read_text(encoding="utf-8"))

@@ -32,8 +32,8 @@ def _check_batch(c: Mapping[str, Any]) -> Iterator[str]:
     yield (f"train.micro_batches={c['train.micro_batches']} must divide the {rows} rows of a step "
            f"(train.prompts_per_step {prompts} x train.responses_per_prompt {num_train}); use one of {divisors(rows)}")
   if c["train.packing"] and c["train.micro_batches"] < 2:
-    yield ("train.packing=True needs train.micro_batches of at least 2, found 1: what packing saves is the micro-batches "
-           f"that stay empty; use one of {divisors(rows)}, or set train.packing=False")
+    yield ("train.packing=True needs train.micro_batches of at least 2, found 1: what packing saves is the "
+           f"micro-batches that stay empty; use one of {divisors(rows)}, or set train.packing=False")
   longest, bucket = c["sample.max_prompt_tokens"] + c["sample.max_new_tokens"], c["train.length_buckets"][-1]
   if bucket < longest:
     yield (f"train.length_buckets={tuple(c['train.length_buckets'])} must end at {longest} or more "
@@ -43,8 +43,8 @@ def _check_batch(c: Mapping[str, Any]) -> Iterator[str]:
     yield (f"sample.slots={c['sample.slots']} must be at least sample.responses_per_prompt={num_sampled}: the samples "
            "of a prompt start together from one prefill; raise sample.slots")
   if c["sample.slots"] % c["sample.lane_samples"]:
-    yield (f"sample.lane_samples={c['sample.lane_samples']} must divide sample.slots={c['sample.slots']}: lanes of that "
-           f"many slots share a prompt; use one of {divisors(c['sample.slots'])}")
+    yield (f"sample.lane_samples={c['sample.lane_samples']} must divide sample.slots={c['sample.slots']}: lanes of "
+           f"that many slots share a prompt; use one of {divisors(c['sample.slots'])}")
   if c["sample.recompute_kv"] and not c["sample.in_flight"]:
     yield ("sample.recompute_kv=True means nothing with sample.in_flight=False: no sample under way sees new weights; "
            "set one of them otherwise")
@@ -107,11 +107,11 @@ def _check_lora(c: Mapping[str, Any]) -> Iterator[str]:
 def _check_reference(c: Mapping[str, Any]) -> Iterator[str]:
   every, decay = c["reference.reset_every_steps"], c["reference.ema_decay"]
   if decay and not every:
-    yield (f"reference.ema_decay={decay} means nothing while reference.reset_every_steps=0 never moves the reference; set "
-           "it to 0, or set reference.reset_every_steps")
+    yield (f"reference.ema_decay={decay} means nothing while reference.reset_every_steps=0 never moves the reference; "
+           "set it to 0, or set reference.reset_every_steps")
   if every and c["lora.pattern"]:
-    yield (f"reference.reset_every_steps={every} must be 0 with lora.pattern={c['lora.pattern']!r}: searchers merge the "
-           "adapters with the reference, so it stays the base; set it to 0, or lora.pattern='' to train everything")
+    yield (f"reference.reset_every_steps={every} must be 0 with lora.pattern={c['lora.pattern']!r}: searchers merge "
+           "the adapters with the reference, so it stays the base; set it to 0, or lora.pattern='' to train everything")
 
 
 def _check_loss(c: Mapping[str, Any]) -> Iterator[str]:
@@ -127,15 +127,18 @@ def _check_loss(c: Mapping[str, Any]) -> Iterator[str]:
     yield (f"train.responses_per_prompt={num_train} must be at least {spec.min_responses} for loss.name={name!r}, "
            "which compares the responses of a prompt with each other; raise train.responses_per_prompt")
   if name == "sft" or spec.needs_log_z:
-    lack = "learns from examples, not from rewards" if name == "sft" else "needs a learned log Z, which no run trains yet"
+    lack = "needs a learned log Z, which no run trains yet"
+    if name == "sft":
+      lack = "learns from examples, not from rewards"
     yield f"loss.name={name!r} {lack}; use another, for example tb_vargrad"
   for key in ("loss.beta_init", "loss.beta_final"):
     if spec.positive_beta and c[key] <= 0:
       yield f"{key}={c[key]!r} must be above 0 for loss.name={name!r}, which divides rewards by it; set {key} above 0"
   ladder = tuple(c["sample.temperature_ladder"])
   if spec.needs_log_mu and ladder:
-    yield (f"sample.temperature_ladder={ladder} must be () for loss.name={name!r}, which needs ratios to the policy that sampled: they are "
-           "known at sample.temperature alone; use a loss that needs none, for example tb_vargrad")
+    yield (f"sample.temperature_ladder={ladder} must be () for loss.name={name!r}, which needs ratios to the policy "
+           "that sampled: they are known at sample.temperature alone; use a loss that needs none, for example "
+           "tb_vargrad")
   if c["buffer.priority"] == "residual" and not spec.whole_groups and not name.startswith("tb"):
     yield f"buffer.priority='residual' is of trajectory balance, not of loss.name={name!r}; use buffer.priority=uniform"
   if spec.whole_groups:
@@ -160,14 +163,16 @@ def _check_buffer(c: Mapping[str, Any]) -> Iterator[str]:
   if c["buffer.order"] == "fifo":
     yield from _check_once(c, "with buffer.order='fifo'")
     if c["buffer.dedup"] and lag < 0:
-      yield "buffer.dedup=True must be False with buffer.order='fifo': whole groups are trained on once; set buffer.dedup=False"
+      yield ("buffer.dedup=True must be False with buffer.order='fifo': whole groups are trained on once; set "
+             "buffer.dedup=False")
   elif lag >= 0:
     yield from _check_once(c, f"with runtime.mode={c['runtime.mode']} and a lag of {lag}")
   if lag >= 0:
     needed = (lag + 1) * c["train.prompts_per_step"] * c["sample.responses_per_prompt"]
     if c["buffer.capacity"] < needed:
-      yield (f"buffer.capacity={c['buffer.capacity']} must hold the {needed} responses of {lag + 1} steps with runtime.mode="
-             f"{c['runtime.mode']} and a lag of {lag}: whole groups are trained on once, in the order they came; raise buffer.capacity")
+      yield (f"buffer.capacity={c['buffer.capacity']} must hold the {needed} responses of {lag + 1} steps with "
+             f"runtime.mode={c['runtime.mode']} and a lag of {lag}: whole groups are trained on once, in the order "
+             "they came; raise buffer.capacity")
     return
   needed = max(prompts * num_train, fill)
   if c["buffer.capacity"] < needed:

@@ -100,8 +100,8 @@ SCHEMA: dict[str, Rule] = {
   "train.param_dtype": _one_of("float32"),  # a bfloat16 master copy rounds most updates of 1e-5 away
   "train.compute_dtype": _DTYPE,
   "train.max_nonfinite_in_row": _integer(1),
-  # The reference policy is version 0. It may move: become the policy every so many steps (the paper's rho), or an average
-  # of it that is taken every step.
+  # The reference policy is version 0. It may move: become the policy every so many steps (the paper's rho), or an
+  # average of it that is taken every step.
   "reference.reset_every_steps": _integer(0, or_else="0: never"),
   "reference.ema_decay": _number(0, 0.999999),  # 0: no average, the policy itself
   # Searchers sample responses_per_prompt (S) per prompt occurrence.
@@ -129,7 +129,8 @@ SCHEMA: dict[str, Rule] = {
   "buffer.capacity": _integer(2, 2**31 - 1),  # responses
   "buffer.capacity_per_prompt": _integer(2),
   "buffer.recent_fraction": _number(0, 1),  # the paper's m
-  # Which groups a step draws: as TBA does, or whole sampling groups, each once, oldest first. A lag or sync mode means the latter.
+  # Which groups a step draws: as TBA does, or whole sampling groups, each once, oldest first. A lag or sync mode means
+  # the latter.
   "buffer.order": _one_of("tba", "fifo"),
   "buffer.priority": _one_of("uniform", "reward", "residual"),
   "buffer.priority_temperature": _number(0, above=True),
@@ -149,7 +150,8 @@ SCHEMA: dict[str, Rule] = {
   "runtime.replay_order": _ANY_STRING,
   "runtime.lag": _integer(-1, or_else="-1: the draw of TBA"),
   "runtime.searcher_restarts": _integer(0),  # of searchers that raised or hang, over the run
-  "runtime.hang_secs": _number(0, above=True),  # for an engine step, a group's grading, a wait; twice that for an optimizer step
+  # For an engine step, a group's grading, a wait; twice that for an optimizer step.
+  "runtime.hang_secs": _number(0, above=True),
   "runtime.stop_timeout_secs": _number(0, above=True),
   "eval.every_steps": _integer(0, or_else="0: only before and after"),
   "eval.size": _integer(0, or_else="0: the whole split"),

@@ -1,8 +1,8 @@
 """What may never come back: threads that say what they do, calls with a deadline, and the end of a process that hangs.
 
-A thread of Python cannot be killed. One that hangs is left behind and its work is done by another; where the main thread itself
-hangs, nothing is left but to say where and to end the process. Time is `awake_secs`: neither a changed wall clock nor a process or
-machine that was suspended counts as silence.
+A thread of Python cannot be killed. One that hangs is left behind and its work is done by another; where the main
+thread itself hangs, nothing is left but to say where and to end the process. Time is `awake_secs`: neither a changed
+wall clock nor a process or machine that was suspended counts as silence.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _TICK_SECS, _MOST_SECS = 0.25, 1.0
 
 
 class AwakeClock:
-  """Seconds in which this process was running. A thread looks at a monotonic clock often; a gap counts for a second at most."""
+  """Seconds in which this process was running. A thread looks at a monotonic clock often; a gap counts for a second at
+  most."""
 
   def __init__(self, *, clock: Callable[[], float] = time.monotonic, ticks: bool = True):
     """`ticks`: whether a thread looks; without it only who asks does."""
@@ -91,7 +92,8 @@ class Heartbeat:
 
 
 class Caller:
-  """Calls functions in a thread of its own, so that one that never returns costs its caller a deadline. For one caller at a time."""
+  """Calls functions in a thread of its own, so that one that never returns costs its caller a deadline. For one caller
+  at a time."""
 
   def __init__(self, name: str):
     self._name = name
@@ -118,7 +120,8 @@ class Caller:
 
     if not wait_until(answered, secs=secs):
       self.close()
-      raise Hung(f"{what} has not returned for {secs:g} s in thread {self._name}, which is left behind (runtime.hang_secs={secs:g})")
+      raise Hung(f"{what} has not returned for {secs:g} s in thread {self._name}, which is left behind "
+                 f"(runtime.hang_secs={secs:g})")
     value, error = answer[0]
     if error is not None:
       raise error
@@ -170,8 +173,9 @@ class Watchdog:
     while not self._closed.wait(min(1.0, self._secs / 4)):
       last = min(self._heartbeats(), key=lambda heartbeat: heartbeat.silent_secs)
       if last.silent_secs > self._secs:
-        self._say(f"error: {last.name} has been in {last.doing!r} for {last.silent_secs:.0f} s (runtime.hang_secs={self._secs:g}); the process "
-                  "ends without a checkpoint of this moment, the same command resumes from the last one. Where every thread is:")
+        self._say(f"error: {last.name} has been in {last.doing!r} for {last.silent_secs:.0f} s "
+                  f"(runtime.hang_secs={self._secs:g}); the process ends without a checkpoint of this moment, the same "
+                  "command resumes from the last one. Where every thread is:")
         faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
         self._end(1)
         return

@@ -92,7 +92,8 @@ def evaluate_greedy(
   engine.set_weights(weights.params, weights.version)
   key = np.zeros((1, 2), np.uint32)  # greedy decoding draws nothing
   for index, prompt in enumerate(prompts):
-    engine.submit(SampleRequest(tag=index, prompt=prompt.tokens, keys=key, temperature=0.0, max_new_tokens=max_new_tokens))
+    engine.submit(
+        SampleRequest(tag=index, prompt=prompt.tokens, keys=key, temperature=0.0, max_new_tokens=max_new_tokens))
   responses: dict[int, Response] = {}
   while len(responses) < len(prompts):
     if stopped():

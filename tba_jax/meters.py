@@ -81,7 +81,8 @@ class Timeline:
     self._spans.append(done)
     if self._file is not None and not self._file.closed:
       start, end = self._epoch_secs + done.start_secs, self._epoch_secs + done.end_secs
-      self._file.write(to_json_line({"actor": done.actor, "kind": done.kind, "start_secs": start, "end_secs": end, **more}))
+      self._file.write(
+          to_json_line({"actor": done.actor, "kind": done.kind, "start_secs": start, "end_secs": end, **more}))
       self._file.flush()
 
   def intervals(self, actors: Collection[str], kinds: Collection[str]) -> np.ndarray:
@@ -97,7 +98,8 @@ class Timeline:
     return total_secs(self.intervals(actors, kinds))
 
   def shares(self, actors: Sequence[str], *, since_secs: float, but: Collection[str] = ()) -> dict[str, float]:
-    """Share of the time since `since_secs` (on the timeline's clock) that an actor spent in each kind, on average; nested kinds overlap.
+    """Share of the time since `since_secs` (on the timeline's clock) that an actor spent in each kind, on average;
+    nested kinds overlap.
 
     Args:
       but: kinds that are left out.
@@ -180,10 +182,12 @@ _CLEAR = 0.05  # a side that waits for less than this share of the time hardly w
 def bottleneck(trainer_waits: float, searchers_wait: float) -> str:
   """Who holds up whom, by the share of the time that each side waits for the other, as one line to read.
 
-  Where neither waits, searchers run free: what they sample beyond the trainer's need is no waiting, so the trainer is the limit.
+  Where neither waits, searchers run free: what they sample beyond the trainer's need is no waiting, so the trainer is
+  the limit.
   """
   if trainer_waits < _CLEAR and searchers_wait < _CLEAR:
-    return f"the trainer: it waits for {trainer_waits:.0%} of the time, searchers for {searchers_wait:.0%}; nobody idles"
+    return (f"the trainer: it waits for {trainer_waits:.0%} of the time, searchers for {searchers_wait:.0%}; nobody "
+            "idles")
   slow, fast, share = ("searchers", "the trainer waits", trainer_waits) if trainer_waits >= searchers_wait else (
       "the trainer", "searchers wait", searchers_wait)
   other = f"searchers for {searchers_wait:.0%}" if slow == "searchers" else f"the trainer for {trainer_waits:.0%}"

@@ -239,9 +239,9 @@ class Progress:
   ) -> None:
     """Shows the state after `step` steps; `accuracy` is the last one evaluated (NaN: not yet)."""
     text = (
-      f"step {step}/{self._num_steps}  ETA {self._eta(step)}  batch reward {_short(reward)}  accuracy {_short(accuracy)}  "
-      f"loss {_short(loss)}  staleness {_short(staleness)}  tok/s trained {_short(trained_tokens_per_second)} "
-      f"sampled {_short(generated_tokens_per_second)}"
+      f"step {step}/{self._num_steps}  ETA {self._eta(step)}  batch reward {_short(reward)}  accuracy "
+      f"{_short(accuracy)}  loss {_short(loss)}  staleness {_short(staleness)}  tok/s trained "
+      f"{_short(trained_tokens_per_second)} sampled {_short(generated_tokens_per_second)}"
     )
     with self._lock:
       now = self._clock()
@@ -294,7 +294,8 @@ def format_secs(secs: float) -> str:
 
 
 class StageProgress:
-  """Progress of a stage with a known number of steps, such as fine-tuning: a live line, or a plain one every few seconds."""
+  """Progress of a stage with a known number of steps, such as fine-tuning: a live line, or a plain one every few
+  seconds."""
 
   def __init__(
     self, name: str, num_steps: int, *, stream: TextIO | None = None, interval_secs: float = 5.0,

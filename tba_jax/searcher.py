@@ -1,7 +1,8 @@
-"""Prompts to rollouts: decode, grade, score under the reference. One searcher owns one engine and is driven by one thread.
+"""Prompts to rollouts: decode, grade, score under the reference. One searcher owns one engine and is driven by one
+thread.
 
-A searcher knows nothing of buffers or of the trainer. It is given occurrences of prompts and gives back finished groups; which weights
-it holds is decided by whoever drives it, between two calls of `step`.
+A searcher knows nothing of buffers or of the trainer. It is given occurrences of prompts and gives back finished
+groups; which weights it holds is decided by whoever drives it, between two calls of `step`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class SampleSettings:
   num_samples: int  # S
   temperature: float
   max_new_tokens: int
-  truncated: str  # what a response without a stop token earns: "score" (graded as it is), "zero", "mask" (the row is left out)
+  # What a response without a stop token earns: "score" (graded as it is), "zero", "mask" (the row is left out).
+  truncated: str
   length_buckets: tuple[int, ...]  # row lengths at which groups are scored
   hang_secs: float  # after which the grading of a group is given up
 
@@ -75,7 +77,8 @@ class Searcher:
     prompts: of the task, by prompt id.
     reward: of groups sampled here; `eval_reward` of the evaluations that this searcher is given.
     response_text: token ids up to the stop token -> text that is graded.
-    temperature: at which this searcher samples; log_mu is at the settings' temperature nevertheless, as log_pi and log_ref are.
+    temperature: at which this searcher samples; log_mu is at the settings' temperature nevertheless, as log_pi and
+      log_ref are.
     span: `with span(kind)` around each stretch of work, for the timeline.
 
   `heartbeat` says what is being done, so that others can see a searcher that hangs.
@@ -170,7 +173,8 @@ class Searcher:
     self._given = None
 
   def warmup(self) -> None:
-    """Compiles every program by running it on nothing; needs weights. After this a step is never long because of a compiler."""
+    """Compiles every program by running it on nothing; needs weights. After this a step is never long because of a
+    compiler."""
     self.engine.warmup()
     if self._eval_engine is not self.engine:
       self.engine.release()
@@ -200,10 +204,11 @@ class Searcher:
         max_new_tokens=s.max_new_tokens))
 
   def step(self) -> list[tuple[Occurrence, RolloutGroup | None]]:
-    """Decodes one chunk; grades and scores the groups that it finished. None: fewer than 2 usable rows, the prompt is skipped.
+    """Decodes one chunk; grades and scores the groups that it finished. None: fewer than 2 usable rows, the prompt is
+    skipped.
 
-    Raises: deadlines.Hung if the grading of a group does not come back; whatever grading raises. The groups that the chunk
-      finished are then lost to the engine: whoever drives this searcher knows which occurrences it has started.
+    Raises: deadlines.Hung if the grading of a group does not come back; whatever grading raises. The groups that the
+      chunk finished are then lost to the engine: whoever drives this searcher knows which occurrences it has started.
     """
     with self._doing("decode"):
       sampled = self.engine.step()
@@ -257,11 +262,12 @@ class Searcher:
       log_ref = self._score_rows(self._score, reference, prompt.tokens, sampled.tokens, sampled.lengths)
     longest = int(sampled.lengths[keep].max())
     return RolloutGroup(
-        prompt_id=occurrence.prompt_id, occurrence=occurrence.occurrence, attempt=occurrence.attempt, prompt=prompt.tokens,
-        tokens=sampled.tokens[keep, :longest], lengths=sampled.lengths[keep], log_mu=sampled.log_mu[keep, :longest],
-        log_ref=log_ref[keep, :longest], versions=sampled.versions[keep, :longest], rewards=rewards[keep],
-        truncated=sampled.truncated[keep], ref_version=ref_version, temperature=self._settings.temperature,
-        searcher=self.index, texts=tuple(text for text, k in zip(texts, keep) if k))
+        prompt_id=occurrence.prompt_id, occurrence=occurrence.occurrence, attempt=occurrence.attempt,
+        prompt=prompt.tokens, tokens=sampled.tokens[keep, :longest], lengths=sampled.lengths[keep],
+        log_mu=sampled.log_mu[keep, :longest], log_ref=log_ref[keep, :longest],
+        versions=sampled.versions[keep, :longest], rewards=rewards[keep], truncated=sampled.truncated[keep],
+        ref_version=ref_version, temperature=self._settings.temperature, searcher=self.index,
+        texts=tuple(text for text, k in zip(texts, keep) if k))
 
   def _grade(self, prompt: Prompt, texts: Sequence[str], sampled: SampledGroup) -> np.ndarray:
     """Rewards float32 [S]; NaN for a response that could not be graded."""
@@ -273,7 +279,8 @@ class Searcher:
           truncated=sampled.truncated[graded]))
     return rewards
 
-  def _score_rows(self, score: Score, params: Any, prompt: np.ndarray, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+  def _score_rows(self, score: Score, params: Any, prompt: np.ndarray, tokens: np.ndarray,
+                  lengths: np.ndarray) -> np.ndarray:
     """log_p float32 [S, T] of the responses, 0 beyond their lengths."""
     rows = response_rows(prompt, tokens, lengths, length_buckets=self._settings.length_buckets)
     # Rows that were left out are empty here: one shape for every number of usable rows.
@@ -286,7 +293,8 @@ class Searcher:
 
 def response_rows(prompt: np.ndarray, tokens: np.ndarray, lengths: np.ndarray, *,
                   length_buckets: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """tokens, positions, segment_ids (int32 [S, bucket]) of the rows prompt + response, padded on the right to the smallest bucket.
+  """tokens, positions, segment_ids (int32 [S, bucket]) of the rows prompt + response, padded on the right to the
+  smallest bucket.
 
   Raises: ValueError if the longest row fits no bucket.
   """

@@ -1,7 +1,7 @@
 """Supervised fine-tuning as the first stage of a run, by the same train step as everything else.
 
-The paper starts from fine-tuned models too. Nothing of this stage survives into the next but the parameters: they become version 0 and
-the reference policy.
+The paper starts from fine-tuned models too. Nothing of this stage survives into the next but the parameters: they
+become version 0 and the reference policy.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ Examples = Sequence[tuple[Sequence[int], Sequence[int]]]
 
 
 def example_order(step: int, *, num_examples: int, batch_size: int, seed: int) -> np.ndarray:
-  """Indices int64 [batch_size] of one step's examples: consecutive places of a fresh permutation for each epoch, a function of the step."""
+  """Indices int64 [batch_size] of one step's examples: consecutive places of a fresh permutation for each epoch, a
+  function of the step."""
   places = np.arange(step * batch_size, (step + 1) * batch_size)
   epochs = places // num_examples
   order = {epoch: np.random.default_rng([seed, int(epoch)]).permutation(num_examples) for epoch in np.unique(epochs)}
@@ -59,7 +60,8 @@ def fine_tune(
 
   def batch_of(step: int) -> Batch:
     chosen = example_order(step, num_examples=len(examples), batch_size=batch_size, seed=seed)
-    rows = collate_supervised([examples[i] for i in chosen], row_multiple=row_multiple, length_buckets=length_buckets, pack=False)
+    rows = collate_supervised([examples[i] for i in chosen], row_multiple=row_multiple, length_buckets=length_buckets,
+                              pack=False)
     return jax.device_put(rows, placement)
 
   first = int(state.steps)

@@ -1,7 +1,8 @@
 """One run from config to results: builds every part, drives them, sums up.
 
-A workdir is in one of four states, tried in this order: finished (the results are shown again), in the middle of TBA (the newest
-checkpoint is resumed), after or in the middle of fine-tuning (version 0, or the fine-tuning's checkpoint, is taken up), new.
+A workdir is in one of four states, tried in this order: finished (the results are shown again), in the middle of TBA
+(the newest checkpoint is resumed), after or in the middle of fine-tuning (version 0, or the fine-tuning's checkpoint,
+is taken up), new.
 """
 
 from __future__ import annotations
@@ -62,9 +63,11 @@ def _run(config: ConfigDict, folder: pathlib.Path, stop: StopFlag, stack: contex
   # --- Devices ---
   counts = config_lib.resolve_devices(**config.devices, num_devices=jax.device_count())
   trainer_devices, searcher_devices = sharding.split_devices(
-      jax.devices(), trainer=counts.trainer, searchers=counts.searchers, per_searcher=counts.per_searcher, share=counts.share)
+      jax.devices(), trainer=counts.trainer, searchers=counts.searchers, per_searcher=counts.per_searcher,
+      share=counts.share)
   mesh = sharding.make_mesh(trainer_devices)
-  say(f"{jax.device_count()} {jax.default_backend()} devices: {len(trainer_devices)} for the trainer, {len(searcher_devices[0])} for each of "
+  say(f"{jax.device_count()} {jax.default_backend()} devices: {len(trainer_devices)} for the trainer, "
+      f"{len(searcher_devices[0])} for each of "
        f"{len(searcher_devices)} searchers" + (", shared" if counts.share else ""))
 
   # --- Model, task, version 0 ---
@@ -88,7 +91,8 @@ def _run(config: ConfigDict, folder: pathlib.Path, stop: StopFlag, stack: contex
   del params  # the trainer's: its steps donate them, or a frozen base is read by them
   exchange = build.build_exchange(config, len(task.train_prompts()))
   snapshot = run_state.restore(
-      _like(trainer.state), weights.abstract(trainer.state.params, searcher=0), None if reference is None else _like(reference.state()))
+      _like(trainer.state), weights.abstract(trainer.state.params, searcher=0),
+      None if reference is None else _like(reference.state()))
   steps_done = -1 if snapshot is None else snapshot.step
   with as_config_error(str(folder)):
     writer = metrics.MetricsWriter(folder, resume_step=steps_done)
@@ -100,13 +104,13 @@ def _run(config: ConfigDict, folder: pathlib.Path, stop: StopFlag, stack: contex
   order_log = OrderLog(folder) if config.runtime.mode == "async" else None
   the_run = Run(
       settings=build.run_settings(config), task=task, eval_prompts=eval_prompts, trainer=trainer, reference=reference,
-      searchers=searchers, make_searcher=make_searcher, exchange=exchange, weights=weights, run_state=run_state, writer=writer,
-      rollouts=rollouts, timeline=timeline, waits=WaitMeter(),
+      searchers=searchers, make_searcher=make_searcher, exchange=exchange, weights=weights, run_state=run_state,
+      writer=writer, rollouts=rollouts, timeline=timeline, waits=WaitMeter(),
       progress=progress, stop=stop, began=began)
   if snapshot is not None:
     if config.runtime.replay_order:
-      raise config_lib.ConfigError([f"runtime.replay_order={config.runtime.replay_order!r} is followed from the first event on, which "
-                                    f"{folder} is beyond; give another --workdir"])
+      raise config_lib.ConfigError([f"runtime.replay_order={config.runtime.replay_order!r} is followed from the first "
+                                    f"event on, which {folder} is beyond; give another --workdir"])
     the_run.resume(snapshot)
     progress.message(f"resumed at step {the_run.step} of {config.train.steps}, version {trainer.version}")
   if order_log is not None:
@@ -125,7 +129,8 @@ def _run(config: ConfigDict, folder: pathlib.Path, stop: StopFlag, stack: contex
     progress.close()
     print(metrics.results_table(results), end="", flush=True)
     if config.train.steps and not results["logprob_tokens_compared"]:
-      say("error: not one group could be compared with the trainer's log-probabilities: none was sampled by weights of one version "
+      say("error: not one group could be compared with the trainer's log-probabilities: none was sampled by weights of "
+          "one version "
            "that were still at hand; set sample.in_flight=False or sync.every_steps higher")
       return FAULT
   return code

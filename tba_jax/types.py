@@ -5,9 +5,10 @@
     L layers               D model width               Q query heads, K kv heads (models only), H head width
     F MLP width            V rows of the embedding     P prompt tokens
 
-Log-probabilities are float32 nats at one temperature T of the run. `log_pi` is of the policy being trained, `log_mu` of the policy that
-sampled, `log_ref` of the frozen reference. A per-token array is aligned with the token it scores: entry t is log p(token t | tokens < t).
-Masks go by position and length, never by token id. A version is the number of optimizer updates that the weights have seen.
+Log-probabilities are float32 nats at one temperature T of the run. `log_pi` is of the policy being trained, `log_mu` of
+the policy that sampled, `log_ref` of the frozen reference. A per-token array is aligned with the token it scores: entry
+t is log p(token t | tokens < t). Masks go by position and length, never by token id. A version is the number of
+optimizer updates that the weights have seen.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True)
 class Occurrence:
-  """One issue of a prompt to a searcher; its number is global over the run, and with `attempt` it seeds the samples' keys."""
+  """One issue of a prompt to a searcher; its number is global over the run, and with `attempt` it seeds the samples'
+  keys."""
 
   occurrence: int
   prompt_id: int
@@ -42,8 +44,8 @@ class Occurrence:
 class RolloutGroup:
   """The responses sampled for one prompt occurrence: written once at the searcher and never resent.
 
-  Entries of the [S, T] arrays at or beyond a row's length are 0 and mean nothing. The last token of a row that is not truncated is
-  its stop token, which belongs to the response and is trained.
+  Entries of the [S, T] arrays at or beyond a row's length are 0 and mean nothing. The last token of a row that is not
+  truncated is its stop token, which belongs to the response and is trained.
   """
 
   prompt_id: int
@@ -67,7 +69,8 @@ class RolloutGroup:
 class Draw:
   """Rows that the replay buffer hands to the trainer, on the host. Row i of every array is the same response.
 
-  Rows of a training group share a group id; groups are contiguous and rows that only pad the batch to its size are not `valid`.
+  Rows of a training group share a group id; groups are contiguous and rows that only pad the batch to its size are not
+  `valid`.
   """
 
   prompts: np.ndarray  # int32 [N, P]
@@ -90,8 +93,9 @@ class Draw:
 class Batch(NamedTuple):
   """What one optimizer step learns from, on the trainer's devices. Several responses may be packed in one row.
 
-  `sequence_ids` says which of the N responses a response token belongs to; prompt and padding tokens hold N, so a segment sum with
-  N + 1 segments drops them. `num_*` count the whole batch, also inside a micro-batch: everything is normalised by them.
+  `sequence_ids` says which of the N responses a response token belongs to; prompt and padding tokens hold N, so a
+  segment sum with N + 1 segments drops them. `num_*` count the whole batch, also inside a micro-batch: everything is
+  normalised by them.
   """
 
   tokens: jax.Array  # int32 [B, T]

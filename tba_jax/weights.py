@@ -1,12 +1,15 @@
-"""Versioned weights on their way from the trainer to the searchers: converted once, moved device to device, swapped whole.
+"""Versioned weights on their way from the trainer to the searchers: converted once, moved device to device, swapped
+whole.
 
 What is moved need not be what is sampled with: adapters are moved alone, and merged on each searcher's own devices.
 
-The conversion is dispatched before the next optimizer step, which donates the trainer's buffers, and always makes buffers of its own;
-the move is made by a thread beside the trainer's. One transfer is under way at a time, so that a searcher's devices hold at most two
+The conversion is dispatched before the next optimizer step, which donates the trainer's buffers, and always makes
+buffers of its own; the move is made by a thread beside the trainer's. One transfer is under way at a time, so that a
+searcher's devices hold at most two
 versions: the one in use and the one that arrives. A
-searcher sees all of version v or all of version w, never a mixture, and a version is visible only after its transfer has succeeded:
-a failed transfer raises in the trainer and leaves the searchers on the weights, and the label, that they have.
+searcher sees all of version v or all of version w, never a mixture, and a version is visible only after its transfer
+has succeeded: a failed transfer raises in the trainer and leaves the searchers on the weights, and the label, that they
+have.
 """
 
 from __future__ import annotations
@@ -53,7 +56,8 @@ class WeightStore:
 
   Args:
     convert: params of the trainer -> params in the searcher's layout and dtype, jitted, on the trainer's devices.
-    placements: for each searcher, what `jax.device_put` takes as the place of the converted tree (a device, a sharding or a tree).
+    placements: for each searcher, what `jax.device_put` takes as the place of the converted tree (a device, a sharding
+      or a tree).
     timeout_secs: longest wait for a transfer.
     expand: for each searcher, moved tree -> parameters that it samples with, on its devices. Default: the moved tree.
   """
@@ -67,8 +71,8 @@ class WeightStore:
       expand: Sequence[Callable[[Any], Any]] | None = None,
   ):
     self._convert_abstractly = convert
-    # The product is there for XLA's CPU backend alone: a program without arithmetic counts as cheap there and is run by the caller
-    # before it returns, which for a model's worth of copies would be the trainer's time.
+    # The product is there for XLA's CPU backend alone: a program without arithmetic counts as cheap there and is run by
+    # the caller before it returns, which for a model's worth of copies would be the trainer's time.
     self._convert_dispatched = jax.jit(lambda tree, few: (convert(tree), few @ few))
     self._placements, self._timeout_secs = list(placements), timeout_secs
     self._expand = list(expand) if expand is not None else [lambda moved: moved] * len(self._placements)
@@ -130,8 +134,8 @@ class WeightStore:
     if moving is None:
       return
     if not join_thread(moving.thread, secs=self._timeout_secs):
-      raise Hung(f"weights of version {moving.version} have not arrived at the searchers after {self._timeout_secs:g} s "
-                 f"(thread {moving.thread.name}, runtime.hang_secs={self._timeout_secs:g})")
+      raise Hung(f"weights of version {moving.version} have not arrived at the searchers after {self._timeout_secs:g} "
+                 f"s (thread {moving.thread.name}, runtime.hang_secs={self._timeout_secs:g})")
     if moving.error is not None:
       raise moving.error
 
@@ -140,8 +144,8 @@ class WeightStore:
     return self._convert_dispatched(params, np.eye(32, dtype=np.float32))[0]
 
   def _move(self, converted: Any, version: int) -> None:
-    # may_alias=False: where trainer and searcher share a device, a leaf that the conversion leaves alone would otherwise be the
-    # trainer's own buffer, which the next optimizer step deletes.
+    # may_alias=False: where trainer and searcher share a device, a leaf that the conversion leaves alone would
+    # otherwise be the trainer's own buffer, which the next optimizer step deletes.
     moved = [jax.device_put(converted, place, may_alias=False) for place in self._placements]
     jax.block_until_ready(moved)
     expanded = [expand(tree) for expand, tree in zip(self._expand, moved, strict=True)]

@@ -20,7 +20,8 @@ from tba_jax.runtime.settings import StopFlag
 
 @contextlib.contextmanager
 def workdir_of_this_run(folder: pathlib.Path, config: ConfigDict) -> Iterator[None]:
-  """Makes the folder, keeps other processes out of it, and writes config.json; bad input takes back what it had just made.
+  """Makes the folder, keeps other processes out of it, and writes config.json; bad input takes back what it had just
+  made.
 
   Raises: ConfigError if the folder cannot be made or another process is using it.
   """
@@ -28,12 +29,14 @@ def workdir_of_this_run(folder: pathlib.Path, config: ConfigDict) -> Iterator[No
     folder.mkdir(parents=True, exist_ok=True)
     lock = open(folder / ".lock", "a")
   except OSError as error:
-    raise config_lib.ConfigError([f"workdir={str(folder)!r} cannot be written ({error.strerror}); give another --workdir"]) from error
+    raise config_lib.ConfigError(
+        [f"workdir={str(folder)!r} cannot be written ({error.strerror}); give another --workdir"]) from error
   with lock:
     try:
       fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-      raise config_lib.ConfigError([f"workdir={str(folder)!r} is in use by another process; wait for it, or give another --workdir"]) from error
+      raise config_lib.ConfigError(
+          [f"workdir={str(folder)!r} is in use by another process; wait for it, or give another --workdir"]) from error
     path = folder / config_lib.CONFIG_FILE
     is_new = not path.exists()
     metrics.write_atomic(path, config_lib.to_json(config))
@@ -56,7 +59,9 @@ def stop_on_signals() -> Iterator[StopFlag]:
     if stop.is_set() and number == signal.SIGINT:
       os._exit(130)  # an exception could be raised inside a callback of XLA, which drops it
     stop.set(name)
-    os.write(2, f"\n{name}: stopping after this step, with a checkpoint once a step is done; Ctrl-C again stops at once, without one\n".encode())
+    line = (f"\n{name}: stopping after this step, with a checkpoint once a step is done; Ctrl-C again stops at once, "
+            "without one\n")
+    os.write(2, line.encode())
 
   before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
   try:

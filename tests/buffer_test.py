@@ -293,7 +293,8 @@ def test_prompts_with_one_row_are_skipped_and_counted():
 
 
 def moved_reference(**settings):
-  """A buffer whose reference has moved to version 3: two groups of 4 by the old one, one of them late, and one by the new."""
+  """A buffer whose reference has moved to version 3: two groups of 4 by the old one, one of them late, and one by the
+  new."""
   buffer, rng = make_buffer(**settings), np.random.default_rng(10)
   buffer.add(make_group(rng))
   buffer.set_reference(3)
@@ -303,7 +304,8 @@ def moved_reference(**settings):
 
 
 def test_rows_of_an_older_reference_come_without_log_ref_until_they_are_given_one():
-  buffer, shape = moved_reference(capacity_per_prompt=12, recent_fraction=1.0), dict(num_prompts=1, responses_per_prompt=8, version=0)
+  buffer, shape = moved_reference(capacity_per_prompt=12,
+                                  recent_fraction=1.0), dict(num_prompts=1, responses_per_prompt=8, version=0)
   draw = buffer.draw(**shape)  # newest first
   assert np.isnan(draw.log_ref).all(axis=1).tolist() == [False] * 4 + [True] * 4
   given = np.full_like(draw.log_ref, 0.5)
@@ -336,7 +338,8 @@ def test_rows_that_have_left_are_passed_over_when_log_ref_comes():
   kept = buffer.draw(num_prompts=1, responses_per_prompt=4, version=0)
   buffer.update_log_ref(draw.rows, np.zeros_like(draw.log_ref), ref_version=1)
   again = buffer.draw(num_prompts=1, responses_per_prompt=4, version=0)
-  assert sorted(again.log_ref[:, 0].tolist()) == sorted(kept.log_ref[:, 0].tolist()) and (again.log_ref[:, 0] != 0).all()
+  assert sorted(again.log_ref[:, 0].tolist()) == sorted(kept.log_ref[:, 0].tolist())
+  assert (again.log_ref[:, 0] != 0).all()
 
 
 def test_fifo_gives_whole_groups_once_in_order():

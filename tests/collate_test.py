@@ -160,7 +160,8 @@ def test_supervised_examples_are_valid_groups_of_their_own():
   examples = [([1, 2], [3, 4, 5]), ([6], [7]), ([8, 9, 10], [11, 12])]
   batch = collate_supervised(examples, row_multiple=2, length_buckets=BUCKETS, num_responses=5)
   rows = unpack(batch)
-  assert [(rows[i]["prompt"], rows[i]["response"]) for i in range(3)] == [([1, 2], [3, 4, 5]), ([6], [7]), ([8, 9, 10], [11, 12])]
+  assert [(rows[i]["prompt"], rows[i]["response"])
+          for i in range(3)] == [([1, 2], [3, 4, 5]), ([6], [7]), ([8, 9, 10], [11, 12])]
   assert batch.valid.tolist() == [True] * 3 + [False] * 3 and not batch.rewards.any()
   assert (batch.num_responses, batch.num_groups, batch.num_tokens) == (3, 3, 6)
 

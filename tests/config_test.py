@@ -33,7 +33,8 @@ PUBLIC_KEYS = """seed task model.path data.path train.steps train.prompts_per_st
 SHIPPED = {
   "quickstart": (quickstart, None, 3), "quickstart:smoke": (quickstart, "smoke", 3), "gsm8k": (gsm8k, None, 8),
   "gsm8k on one device": (gsm8k, None, 1), "gsm8k:smollm2": (gsm8k, "smollm2", 2),
-  "math": (math_config, None, 8), "math:size=1.5B,lag=10,per_searcher=2": (math_config, "size=1.5B,lag=10,per_searcher=2", 8),
+  "math": (math_config, None, 8),
+  "math:size=1.5B,lag=10,per_searcher=2": (math_config, "size=1.5B,lag=10,per_searcher=2", 8),
   "math:smoke": (math_config, "smoke", 2), "tldr": (tldr, None, 4), "tldr:size=2.8b": (tldr, "size=2.8b", 8),
   "tldr:smoke": (tldr, "smoke", 2), "sft_gsm8k": (sft_gsm8k, None, 8), "sft_gsm8k:smoke": (sft_gsm8k, "smoke", 2),
 }
@@ -41,7 +42,8 @@ SHIPPED = {
 
 # Sizes of their own, so that these tests need not follow every change of the quickstart.
 SIZES = {
-  "sft.steps": 400, "train.steps": 120, "train.micro_batches": 1, "train.length_buckets": (48,), "sample.max_prompt_tokens": 24,
+  "sft.steps": 400, "train.steps": 120, "train.micro_batches": 1, "train.length_buckets": (48,),
+  "sample.max_prompt_tokens": 24,
   "sample.max_new_tokens": 24, "sample.slots": 64, "buffer.fill_responses": 256, "sync.max_lead_steps": 4,
 }
 
@@ -109,7 +111,8 @@ def test_math_has_the_settings_of_tba_prime():
 def test_tldr_has_the_papers_settings():
   flat = config_schema.flatten(tldr.get_config("size=1b"))
   paper = {
-    "model.path": "mnoukhov/pythia1b-sft-tldr", "task_args.reward_model": "mnoukhov/pythia1b-rm-tldr6.9b", "train.steps": 256,
+    "model.path": "mnoukhov/pythia1b-sft-tldr", "task_args.reward_model": "mnoukhov/pythia1b-rm-tldr6.9b",
+    "train.steps": 256,
     "train.prompts_per_step": 8, "train.responses_per_prompt": 20, "sample.responses_per_prompt": 20,
     "train.learning_rate": 3e-6, "train.schedule": "linear", "train.warmup_steps": 0, "loss.beta_init": 1.0,
     "loss.beta_final": 0.05, "sample.temperature": 0.7, "sample.max_prompt_tokens": 512, "sample.max_new_tokens": 128,
@@ -132,10 +135,11 @@ def test_math_needs_data_and_a_known_size():
 
 
 def test_a_reference_that_adapters_are_merged_with_does_not_move():
-  config = _quickstart(**{"lora.pattern": "layers/attn/[qv]", "lora.rank": 8, "lora.alpha": 16.0, "reference.reset_every_steps": 50})
+  config = _quickstart(
+      **{"lora.pattern": "layers/attn/[qv]", "lora.rank": 8, "lora.alpha": 16.0, "reference.reset_every_steps": 50})
   assert list(_problems(config)) == [
-    "reference.reset_every_steps=50 must be 0 with lora.pattern='layers/attn/[qv]': searchers merge the adapters with the "
-    "reference, so it stays the base; set it to 0, or lora.pattern='' to train everything"]
+    "reference.reset_every_steps=50 must be 0 with lora.pattern='layers/attn/[qv]': searchers merge the adapters with "
+    "the reference, so it stays the base; set it to 0, or lora.pattern='' to train everything"]
 
 
 def test_a_run_without_steps_must_fine_tune():
@@ -174,7 +178,8 @@ def test_losses_that_no_run_can_train_are_refused():
 
 def test_beta_zero_is_for_losses_that_do_not_divide_by_it():
   zero = {"loss.beta_init": 0.0, "loss.beta_final": 0.0}
-  config_lib.validate(_quickstart(**zero, **{"loss.name": "rloo", "buffer.dedup": False}), num_devices=3, platform="cpu")
+  config_lib.validate(_quickstart(**zero, **{"loss.name": "rloo", "buffer.dedup": False}), num_devices=3,
+                      platform="cpu")
   assert len(_problems(_quickstart(**zero))) == 2
 
 
@@ -185,7 +190,8 @@ def test_beta_zero_is_for_losses_that_do_not_divide_by_it():
   (".*", 0, 8.0, ["lora.rank=0 must be at least 1 with lora.pattern='.*'; set it, for example to 16"]),
   (".*", 8, 0.0, ["lora.alpha=0.0 must be above 0 with lora.pattern='.*'; set it, for example to lora.rank"]),
   ("attn/(q", 8, 8.0,
-   ["lora.pattern='attn/(q' is not a regular expression (missing ), unterminated subpattern at position 5); correct it"]),
+   ["lora.pattern='attn/(q' is not a regular expression (missing ), unterminated subpattern at position 5); correct "
+    "it"]),
   ("attn/q", 8, 8.0,
    ["lora.pattern='attn/q' must match the whole path of a linear layer, one of layers/attn/q, layers/attn/k, "
     "layers/attn/v, layers/attn/o, layers/mlp/gate, layers/mlp/up, layers/mlp/down, lm_head; correct it, for example "
@@ -204,7 +210,8 @@ def test_adapters_must_be_wholly_on_or_off(pattern, rank, alpha, lines):
   ({"train.attention": "cudnn"}, "tpu",
    ["train.attention='cudnn' runs on gpu, but the devices are tpu; use train.attention=xla",
     "train.attention='cudnn' needs train.compute_dtype=bfloat16, not float32; set it, or use train.attention=xla"]),
-  ({"train.attention": "flash"}, "tpu", ["train.attention='flash' must be one of xla, splash, cudnn; did you mean splash?"]),
+  ({"train.attention": "flash"}, "tpu", ["train.attention='flash' must be one of xla, splash, cudnn; did you mean "
+                                         "splash?"]),
 ])
 def test_kernels_of_attention_need_their_platform_and_dtype(changes, platform, lines):
   config = _quickstart(**changes)
@@ -255,7 +262,8 @@ def test_adapters_of_the_attention():
    "train.schedule='cosin' must be one of constant, linear, cosine, wsd; did you mean cosine?"),
   ("sample.truncated", "drop", "sample.truncated='drop' must be one of score, zero, mask"),
   ("train.param_dtype", "bfloat16", "train.param_dtype='bfloat16' must be float32"),
-  ("task", "gsm8", "task='gsm8' must be one of arithmetic, gsm8k, math, tldr, or FILE.py:CLASS for a task of your own; did you mean gsm8k?"),
+  ("task", "gsm8", "task='gsm8' must be one of arithmetic, gsm8k, math, tldr, or FILE.py:CLASS for a task of your own; "
+                   "did you mean gsm8k?"),
 ])
 def test_wrong_value_of_one_key(name, value, line):
   assert line in _problems(_quickstart(**{name: value}))
@@ -318,7 +326,8 @@ def test_nearest_right_name(name, line):
    "sample.lane_samples=4 must be 1 with sample.attention='paged', whose kernel reads a cache for each sample; set one "
    "of them otherwise"),
   ({"sample.lane_samples": 3},
-   "sample.lane_samples=3 must divide sample.slots=64: lanes of that many slots share a prompt; use one of 1, 2, 4, 8, 16, 32, 64"),
+   "sample.lane_samples=3 must divide sample.slots=64: lanes of that many slots share a prompt; use one of 1, 2, 4, 8, "
+   "16, 32, 64"),
   ({"sample.recompute_kv": True, "sample.in_flight": False},
    "sample.recompute_kv=True means nothing with sample.in_flight=False: no sample under way sees new weights; "
    "set one of them otherwise"),
@@ -390,13 +399,14 @@ def test_nearest_right_name(name, line):
    "buffer.capacity=383 must hold the 384 responses of 3 steps with runtime.mode=lockstep and a lag of 2: whole groups "
    "are trained on once, in the order they came; raise buffer.capacity"),
   ({"buffer.order": "fifo"},
-   "buffer.dedup=True must be False with buffer.order='fifo': whole groups are trained on once; set buffer.dedup=False"),
+   "buffer.dedup=True must be False with buffer.order='fifo': whole groups are trained on once; set "
+   "buffer.dedup=False"),
   ({"buffer.order": "fifo", "buffer.dedup": False, "buffer.priority": "reward"},
-   "buffer.priority='reward' must be 'uniform' with buffer.order='fifo': whole groups are trained on once, in the order they came; "
-   "set buffer.priority=uniform"),
+   "buffer.priority='reward' must be 'uniform' with buffer.order='fifo': whole groups are trained on once, in the "
+   "order they came; set buffer.priority=uniform"),
   ({"loss.name": "tba_prime_ratio", "sample.temperature_ladder": (0.7, 1.0)},
-   "sample.temperature_ladder=(0.7, 1.0) must be () for loss.name='tba_prime_ratio', which needs ratios to the policy that sampled: "
-   "they are known at sample.temperature alone; use a loss that needs none, for example tb_vargrad"),
+   "sample.temperature_ladder=(0.7, 1.0) must be () for loss.name='tba_prime_ratio', which needs ratios to the policy "
+   "that sampled: they are known at sample.temperature alone; use a loss that needs none, for example tb_vargrad"),
   ({"sft.warmup_steps": 400},
    "sft.warmup_steps=400 must be less than sft.steps=400, which end in a decay; lower sft.warmup_steps"),
   ({"model.architecture.num_kv_heads": 3},
@@ -421,8 +431,8 @@ def test_nearest_right_name(name, line):
    "devices.trainer=3 must divide the 128 rows of a micro-batch (128 rows / train.micro_batches 1); use one of 1, 2, "
    "4, 8, 16, 32, 64, 128 devices, or other micro-batches, or train.packing=True"),
   ({"reference.ema_decay": 0.9},
-   "reference.ema_decay=0.9 means nothing while reference.reset_every_steps=0 never moves the reference; set it to 0, or "
-   "set reference.reset_every_steps"),
+   "reference.ema_decay=0.9 means nothing while reference.reset_every_steps=0 never moves the reference; set it to 0, "
+   "or set reference.reset_every_steps"),
   ({"train.packing": True},
    "train.packing=True needs train.micro_batches of at least 2, found 1: what packing saves is the micro-batches that "
    "stay empty; use one of 1, 2, 4, 8, 16, 32, 64, 128, or set train.packing=False"),
@@ -438,7 +448,8 @@ def test_keys_that_do_not_agree(changes, line):
 
 
 @pytest.mark.parametrize("changes", [
-  {"loss.name": "rloo", "runtime.mode": "sync", "loss.beta_init": 0.0, "loss.beta_final": 0.0},  # a loss that does not divide by beta
+  # A loss that does not divide by beta.
+  {"loss.name": "rloo", "runtime.mode": "sync", "loss.beta_init": 0.0, "loss.beta_final": 0.0},
   {"runtime.mode": "sync", "buffer.max_staleness": 2, "sync.every_steps": 4},  # no admission without asynchrony
   {"buffer.max_staleness": 3, "sync.every_steps": 4},
   {"buffer.max_staleness": 1},  # 2 x 128 responses fill it exactly

@@ -45,7 +45,8 @@ def test_a_call_gives_what_the_function_gives_in_one_thread_of_its_own():
 def test_a_call_that_hangs_costs_its_deadline_and_the_next_one_works():
   caller, release, late = Caller("grader8"), threading.Event(), []
   began = time.monotonic()
-  with pytest.raises(Hung, match=r"the reward of prompt 3 has not returned for 0.2 s in thread grader8, .*runtime.hang_secs=0.2"):
+  with pytest.raises(
+      Hung, match=r"the reward of prompt 3 has not returned for 0.2 s in thread grader8, .*runtime.hang_secs=0.2"):
     caller.call(lambda: (release.wait(30), late.append("late"))[1], secs=0.2, what="the reward of prompt 3")
   assert 0.2 <= time.monotonic() - began < 5
   assert caller.call(lambda: "next", secs=5.0, what="it") == "next"
@@ -54,7 +55,8 @@ def test_a_call_that_hangs_costs_its_deadline_and_the_next_one_works():
   deadline = time.monotonic() + 5
   while any(t.name == "grader8" for t in threading.enumerate()) and time.monotonic() < deadline:
     time.sleep(0.01)
-  assert late == ["late"] and not any(t.name == "grader8" for t in threading.enumerate()), "a thread left behind ends by itself"
+  assert late == ["late"] and not any(t.name == "grader8"
+                                      for t in threading.enumerate()), "a thread left behind ends by itself"
 
 
 def test_the_watchdog_ends_a_process_whose_main_thread_hangs_and_says_where(capfd):

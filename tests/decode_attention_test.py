@@ -1,4 +1,5 @@
-"""Attention over shared and quantised caches against plain softmax attention in float64, and whole models that use it."""
+"""Attention over shared and quantised caches against plain softmax attention in float64, and whole models that use it.
+"""
 
 from __future__ import annotations
 

@@ -458,7 +458,8 @@ class CompileCounter:
 
 @pytest.mark.parametrize("on_mesh,lane_samples", [(False, 1), (True, 1), (False, 3)])
 def test_after_warmup_nothing_compiles(weights, on_mesh, lane_samples):
-  where = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "tensor")) if on_mesh else jax.devices()[lane_samples]
+  where = Mesh(np.array(jax.devices()[:4]).reshape(2, 2),
+               ("data", "tensor")) if on_mesh else jax.devices()[lane_samples]
   prompt_buckets = (24,) if on_mesh else (8, 24)
   recompute = lane_samples > 1
   engine = make_engine(

@@ -46,8 +46,10 @@ def model(tmp_path_factory):
 
 def _run(model, out, *extra):
   folder = model[0]
-  argv = [f"--model={folder}/model", f"--task={folder}/easy.py:Easy", f"--out={out}", "--samples=4", "--k=1,2,4", "--slots=8",
-          "--max_prompt_tokens=22", "--max_new_tokens=8", f"--reference={folder}/model", *extra]  # fmt: skip
+  argv = [
+      f"--model={folder}/model", f"--task={folder}/easy.py:Easy", f"--out={out}", "--samples=4", "--k=1,2,4",
+      "--slots=8", "--max_prompt_tokens=22", "--max_new_tokens=8", f"--reference={folder}/model", *extra
+  ]  # fmt: skip
   evaluate.main(argv)
   return json.loads((out / "summary.json").read_text()), [
     json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()

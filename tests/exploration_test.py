@@ -1,4 +1,5 @@
-"""Prioritised replay by residual and the ladder of temperatures, in whole runs. The model is tiny, everything else is the real thing."""
+"""Prioritised replay by residual and the ladder of temperatures, in whole runs. The model is tiny, everything else is
+the real thing."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def _easy_reward(monkeypatch):
 
 def test_the_trainer_hands_back_the_residual_of_every_row_it_trained_on(tmp_path, monkeypatch):
   update, draw, handed, drawn = ReplayBuffer.update_priorities, ReplayBuffer.draw, [], []
-  monkeypatch.setattr(ReplayBuffer, "update_priorities", lambda self, rows, values: (handed.append((rows, values)), update(self, rows, values)))
+  monkeypatch.setattr(ReplayBuffer, "update_priorities", lambda self, rows, values: (
+      handed.append((rows, values)), update(self, rows, values)))
   monkeypatch.setattr(ReplayBuffer, "draw", lambda self, **asked: drawn.append(draw(self, **asked)) or drawn[-1])
   config = runs.short_config(
       runtime__mode="lockstep", devices__searchers=1, buffer__priority="residual", buffer__priority_temperature=1.5,
@@ -62,4 +64,5 @@ def test_each_searcher_samples_at_its_temperature_and_log_mu_stays_comparable(tm
   config = runs.short_config(runtime__mode="lockstep", sample__temperature_ladder=(0.5, 2.0))
   assert runs.run(config, tmp_path / "run") == 0
   assert sorted(map(sorted, seen.values())) == [[0.5], [2.0]]
-  assert runs.results(tmp_path / "run")["logprob_gap_max"] < 1e-4, "log_mu is at sample.temperature, as the trainer's path is"
+  assert runs.results(tmp_path /
+                      "run")["logprob_gap_max"] < 1e-4, "log_mu is at sample.temperature, as the trainer's path is"

@@ -1,4 +1,5 @@
-"""Faults injected into whole runs, each with the outcome that the docs promise. The model is tiny, everything else is the real thing."""
+"""Faults injected into whole runs, each with the outcome that the docs promise. The model is tiny, everything else is
+the real thing."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ def _hang_reward(monkeypatch, release, at):
 def test_a_grader_that_never_returns_is_left_behind_and_its_group_comes_again(tmp_path, monkeypatch, capsys, release):
   _hang_reward(monkeypatch, release, at=70)
   config = runs.short_config(
-      runtime__hang_secs=HANG_SECS, runtime__searcher_restarts=3, devices__searchers=1, buffer__max_uses=1)  # no step without new rollouts
+      # No step without new rollouts.
+      runtime__hang_secs=HANG_SECS, runtime__searcher_restarts=3, devices__searchers=1, buffer__max_uses=1)
   assert runs.run(config, tmp_path / "run") == 0
   said = capsys.readouterr().err
   assert "the reward of prompt" in said and f"has not returned for {HANG_SECS:g} s in thread grader" in said
@@ -114,13 +116,15 @@ def test_a_searcher_that_hangs_is_replaced_and_its_late_groups_are_dropped(tmp_p
   monkeypatch.setattr(Searcher, "step", hanging)
   monkeypatch.setattr(Run, "replace_searcher", replaced)
   config = runs.short_config(train__steps=10, runtime__hang_secs=HANG_SECS, runtime__searcher_restarts=3)
-  # The trainer must live on the other searcher alone until the hang is seen, and long enough after it for the late groups to come.
+  # The trainer must live on the other searcher alone until the hang is seen, and long enough after it for the late
+  # groups to come.
   watched = Run.after_step
   monkeypatch.setattr(Run, "after_step", lambda self: (watched(self), time.sleep(0 if late else 0.7)))
   assert runs.run(config, tmp_path / "run") == 0
   said = capsys.readouterr().err
   assert "searcher 1 has been in 'decode' for" not in said  # it hangs after the chunk, outside of any span
-  assert "searcher 1 has been in 'after score'" in said and "its thread is left behind and another searcher takes its place" in said
+  assert "searcher 1 has been in 'after score'" in said
+  assert "its thread is left behind and another searcher takes its place" in said
   found = runs.results(tmp_path / "run")
   assert found["searcher_restarts"] >= 1 and found["late_groups"] == len(late) > 0
   assert _accounts(tmp_path / "run")["requeued"] >= len(late)
@@ -136,7 +140,8 @@ def test_searchers_that_always_hang_stop_the_run_with_a_checkpoint(tmp_path, mon
     return step(self)
 
   monkeypatch.setattr(Searcher, "step", hanging)
-  config = runs.short_config(train__steps=5000, runtime__hang_secs=HANG_SECS, runtime__searcher_restarts=0, runtime__stop_timeout_secs=1.0)
+  config = runs.short_config(train__steps=5000, runtime__hang_secs=HANG_SECS, runtime__searcher_restarts=0,
+                             runtime__stop_timeout_secs=1.0)
   began = time.monotonic()
   assert runs.run(config, tmp_path / "run") == 1
   assert time.monotonic() - began < 60
@@ -163,7 +168,8 @@ def test_a_searcher_ten_times_slower_than_the_other_holds_nobody_up(tmp_path, mo
   assert made[1] > 2 * made[0] > 0
 
 
-def test_a_transfer_that_fails_stops_the_run_and_no_version_is_claimed_that_did_not_arrive(tmp_path, monkeypatch, capsys):
+def test_a_transfer_that_fails_stops_the_run_and_no_version_is_claimed_that_did_not_arrive(
+    tmp_path, monkeypatch, capsys):
   move = WeightStore._move
 
   def failing(self, converted, version):
@@ -220,7 +226,8 @@ def test_a_disk_that_is_full_for_a_while_costs_a_checkpoint_and_not_the_run(tmp_
       raise OSError(errno.ENOSPC, "No space left on device")
     write(self, name, payload)
 
-  config = runs.short_config(runtime__mode="lockstep", checkpoint__every_steps=2, devices__searchers=1, sync__every_steps=2)
+  config = runs.short_config(runtime__mode="lockstep", checkpoint__every_steps=2, devices__searchers=1,
+                             sync__every_steps=2)
   assert runs.run(config, tmp_path / "whole") == 0
   with monkeypatch.context() as patch:
     patch.setattr(SegmentStore, "_write_file", full)
@@ -228,6 +235,7 @@ def test_a_disk_that_is_full_for_a_while_costs_a_checkpoint_and_not_the_run(tmp_
     patch.setattr(Run, "after_step", lambda self: (after_step(self), self.step == 5 and stop.set("the test")))
     assert runs.run(config, tmp_path / "run", stop) == 0
   said = capsys.readouterr().err
-  assert "the checkpoint of step 4 could not be written (No space left on device); training goes on, the checkpoint of step 2 stands" in said
+  assert ("the checkpoint of step 4 could not be written (No space left on device); training goes on, the "
+          "checkpoint of step 2 stands") in said
   assert runs.run(config, tmp_path / "run") == 0
   assert runs.untimed(tmp_path / "run") == runs.untimed(tmp_path / "whole")

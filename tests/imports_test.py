@@ -1,4 +1,5 @@
-"""The order of the modules is the design: a module imports only from those above it, and heavy packages only where they are used."""
+"""The order of the modules is the design: a module imports only from those above it, and heavy packages only where they
+are used."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ ORDER = (
     ("plan",),
 )
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
-LAZY = ("ray", "grain", "tensorflow_datasets", "gguf", "tensorboardX", "torch", "tensorflow", "math_verify", "tokamax", "libtpu")
+LAZY = ("ray", "grain", "tensorflow_datasets", "gguf", "tensorboardX", "torch", "tensorflow", "math_verify", "tokamax",
+        "libtpu")
 
 
 def _modules():
@@ -56,7 +58,8 @@ def _imported(tree: ast.AST) -> list[str]:
     if isinstance(node, ast.Import):
       names += [alias.name for alias in node.names]
     elif isinstance(node, ast.ImportFrom):
-      names += [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "tba_jax" else [node.module or ""]
+      names += [f"{node.module}.{alias.name}"
+                for alias in node.names] if node.module == "tba_jax" else [node.module or ""]
   return names
 
 

@@ -1,4 +1,5 @@
-"""TPU attention kernels: interpreted on CPU against float64 numpy and the XLA path, and compiled ahead of time for a v5e."""
+"""TPU attention kernels: interpreted on CPU against float64 numpy and the XLA path, and compiled ahead of time for a
+v5e."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ from tba_jax.sampling.engine import Engine, SampledGroup, SampleRequest, sample_
 from tba_jax.types import Batch, TrainState
 
 CFG = ModelConfig(
-  family="llama", vocab_size=29, num_embeddings=32, hidden_size=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, mlp_size=32,
-  max_positions=256, norm_eps=1e-6, tie_embeddings=True, query_scale=0.4, rotary_dim=8,
+  family="llama", vocab_size=29, num_embeddings=32, hidden_size=16, num_layers=2, num_heads=4, num_kv_heads=2,
+  head_dim=8, mlp_size=32, max_positions=256, norm_eps=1e-6, tie_embeddings=True, query_scale=0.4, rotary_dim=8,
 )
 
 
@@ -93,7 +94,8 @@ def test_splash_equals_numpy_and_the_gradient_of_xla(interpreted, monkeypatch, w
   for row, t, head in ((0, 0, 0), (0, 69, 3), (0, 70, 1), (0, 289, 2), (1, 10, 3), (1, 299, 0), (1, 180, 2)):
     start = {(0, 1): 0, (0, 2): 70, (1, 1): 10}[row, int(segment_ids[row, t])]
     start = start if window is None else max(start, t - window + 1)
-    right = one_query(q[row, t, head], k[row, start : t + 1, head // 2], v[row, start : t + 1, head // 2], scale=0.7, softcap=softcap)
+    right = one_query(q[row, t, head], k[row, start:t + 1, head // 2], v[row, start:t + 1, head // 2], scale=0.7,
+                      softcap=softcap)
     np.testing.assert_allclose(out[row, t, head], right, atol=1e-5)
 
 
@@ -117,9 +119,11 @@ def test_splash_on_a_mesh_changes_neither_values_nor_gradients(interpreted, num_
 
 
 def model_program(cfg: ModelConfig, loss_of):
-  """`loss_of` weighted log-probabilities of packed rows under random parameters, as a jitted function of (backend, remat)."""
+  """`loss_of` weighted log-probabilities of packed rows under random parameters, as a jitted function of (backend,
+  remat)."""
   rng = np.random.default_rng(0)
-  params = jax.tree.map(lambda leaf: (0.4 * rng.normal(size=leaf.shape)).astype(np.float32), transformer.abstract_params(cfg))
+  params = jax.tree.map(lambda leaf: (0.4 * rng.normal(size=leaf.shape)).astype(np.float32),
+                        transformer.abstract_params(cfg))
   positions, segment_ids = packed_rows()
   tokens = rng.integers(0, 29, positions.shape).astype(np.int32)
   weights = rng.normal(size=tokens.shape).astype(np.float32)
@@ -127,7 +131,8 @@ def model_program(cfg: ModelConfig, loss_of):
   def run(backend: str, remat: str):
     def loss(params):
       log_p = token_logprobs(
-        params, cfg, tokens, positions, segment_ids, temperature=0.7, dtype=jnp.float32, remat=remat, backend=backend)[0]
+        params, cfg, tokens, positions, segment_ids, temperature=0.7, dtype=jnp.float32, remat=remat,
+        backend=backend)[0]
       return jnp.sum(weights * log_p), log_p
 
     return jax.jit(loss_of(loss))(params)
@@ -162,8 +167,10 @@ def random_cache(num_kv_heads: int, head_dim: int, num_slots: int, batch: int):
 
 
 @pytest.mark.parametrize("num_heads, num_kv_heads, head_dim, softcap", [(8, 1, 128, None), (6, 3, 64, 2.0)])
-def test_decode_attention_equals_numpy_and_reads_no_further_than_it_must(interpreted, num_heads, num_kv_heads, head_dim, softcap):
-  lengths, num_slots = np.array([1, 130, 70, 0, 400], np.int32), 192  # blocks of 64; the last two rows are out of bounds
+def test_decode_attention_equals_numpy_and_reads_no_further_than_it_must(interpreted, num_heads, num_kv_heads, head_dim,
+                                                                         softcap):
+  # Blocks of 64; the last two rows are out of bounds.
+  lengths, num_slots = np.array([1, 130, 70, 0, 400], np.int32), 192
   k, v = random_cache(num_kv_heads, head_dim, num_slots, batch=5)
   blocks = np.arange(num_slots) // 64
   unread = blocks[None] > (np.clip(lengths, 1, num_slots)[:, None] - 1) // 64
@@ -179,12 +186,14 @@ def test_decode_attention_equals_numpy_and_reads_no_further_than_it_must(interpr
       np.testing.assert_allclose(out[row, head], right, atol=1e-5)
 
 
-@pytest.mark.parametrize("num_heads, num_kv_heads, sizes", [(8, 4, dict(fsdp=2, tensor=4)), (12, 3, dict(fsdp=1, tensor=4))])
+@pytest.mark.parametrize("num_heads, num_kv_heads, sizes", [(8, 4, dict(fsdp=2, tensor=4)),
+                                                            (12, 3, dict(fsdp=1, tensor=4))])
 def test_decode_attention_on_a_mesh(interpreted, num_heads, num_kv_heads, sizes):
   mesh = sharding.make_mesh(jax.devices()[: sizes["fsdp"] * 4], **sizes)
   k, v = random_cache(num_kv_heads, 128, 32, batch=2)
   q = np.random.default_rng(1).normal(size=(2, num_heads, 128)).astype(np.float32)
-  run = lambda mesh: jax.jit(functools.partial(kernels.decode_attention, scale=0.2, mesh=mesh))(q, k, v, np.array([9, 32], np.int32))
+  run = lambda mesh: jax.jit(functools.partial(kernels.decode_attention, scale=0.2, mesh=mesh))(
+      q, k, v, np.array([9, 32], np.int32))
   np.testing.assert_allclose(run(mesh), run(None), atol=1e-6)
 
 
@@ -212,12 +221,14 @@ def test_models_that_a_backend_cannot_do_are_refused_by_name():
   kernels.check_train_backend(CFG, "cudnn")
   with pytest.raises(ValueError, match="'cudnn' has no soft cap, but this model caps its scores at 50.0; use xla"):
     kernels.check_train_backend(dataclasses.replace(CFG, attn_softcap=50.0), "cudnn")
-  with pytest.raises(ValueError, match="'cudnn' takes heads of a multiple of 8 up to 256, but this model has 12; use xla"):
+  with pytest.raises(ValueError,
+                     match="'cudnn' takes heads of a multiple of 8 up to 256, but this model has 12; use xla"):
     kernels.check_train_backend(dataclasses.replace(CFG, head_dim=12), "cudnn")
   sliding = dataclasses.replace(CFG, window=5, sliding_layers=(True, False))
   kernels.check_sample_backend(sliding, "xla")
   kernels.check_sample_backend(dataclasses.replace(CFG, attn_softcap=50.0), "paged")
-  with pytest.raises(ValueError, match="'paged' has no sliding window, but 1 of this model's 2 layers see only 5 tokens; use xla"):
+  with pytest.raises(ValueError,
+                     match="'paged' has no sliding window, but 1 of this model's 2 layers see only 5 tokens; use xla"):
     kernels.check_sample_backend(sliding, "paged")
 
 
@@ -244,7 +255,8 @@ def test_a_config_chooses_the_kernels_of_training_and_scoring():
     scored = build.make_scorer(config, cfg, None).trace(transformer.abstract_params(cfg), tokens, tokens, tokens)
     assert ("pallas_call" in str(scored.jaxpr)) == calls
   config.train.attention, config.model.architecture.head_dim = "cudnn", 12
-  with pytest.raises(ConfigError, match="train.attention: 'cudnn' takes heads of a multiple of 8 up to 256, but this model has 12"):
+  with pytest.raises(ConfigError,
+                     match="train.attention: 'cudnn' takes heads of a multiple of 8 up to 256, but this model has 12"):
     build.model_config(config)
 
 
@@ -309,9 +321,11 @@ def test_a_train_step_with_splash_compiles_for_tpu(tpu_devices):
   step = learner.make_train_step(
     cfg, make_loss("tb_vargrad"), optimizer, temperature=1.0, compute_dtype=jnp.bfloat16, remat="full", micro_batches=1,
     chunk_tokens=256, backend="splash", mesh=mesh)
-  text = step.lower(abstract_state(cfg, optimizer), abstract_batch(rows=4, length=160), jnp.float32(0.1)).compile().as_text()
+  text = step.lower(abstract_state(cfg, optimizer), abstract_batch(rows=4, length=160),
+                    jnp.float32(0.1)).compile().as_text()
   calls = set(re.findall(r"splash_mha_\w+", text))
-  assert calls == {f"splash_mha_{phase}" for phase in ("fwd_segmented_residuals", "dq_segmented_no_residuals", "dkv_segmented_no_residuals")}
+  assert calls == {f"splash_mha_{phase}"
+                   for phase in ("fwd_segmented_residuals", "dq_segmented_no_residuals", "dkv_segmented_no_residuals")}
   assert "tpu_custom_call" in text
   assert not re.search(r"\[[\d,]*160,160\]", text)  # no array of all scores, nor a mask
 
@@ -323,7 +337,10 @@ def abstract_state(cfg: ModelConfig, optimizer: optimizers.Optimizer) -> TrainSt
 
 def abstract_batch(rows: int, length: int) -> Batch:
   """Shapes of a batch with a response in each row."""
-  of = {"log_mu": jnp.float32, "log_ref": jnp.float32, "rewards": jnp.float32, "weights": jnp.float32, "valid": bool, "truncated": bool}
+  of = {
+      "log_mu": jnp.float32, "log_ref": jnp.float32, "rewards": jnp.float32, "weights": jnp.float32, "valid": bool,
+      "truncated": bool
+  }
 
   def shape(name: str) -> tuple[int, ...]:
     return () if name.startswith("num_") else (rows, length) if name in sharding.PER_TOKEN_FIELDS else (rows,)
@@ -348,7 +365,8 @@ def test_decoding_compiles_for_tpu_and_never_copies_the_cache(tpu_devices, head_
       kept = []
       for k, v in cache:
         q = x.reshape(batch, num_heads, head_dim)
-        k, v = (kernels.write_slots(old, new, positions, mesh=mesh) for old, new in ((k, q[:, :num_kv_heads]), (v, -q[:, :num_kv_heads])))
+        k, v = (kernels.write_slots(old, new, positions, mesh=mesh)
+                for old, new in ((k, q[:, :num_kv_heads]), (v, -q[:, :num_kv_heads])))
         x = kernels.decode_attention(q, k, v, positions + 1, scale=0.1, mesh=mesh).reshape(x.shape)
         kept.append((k, v))
       return tuple(kept), positions + 1, x
@@ -363,7 +381,8 @@ def test_decoding_compiles_for_tpu_and_never_copies_the_cache(tpu_devices, head_
   assert text.count('custom_call_target="tpu_custom_call"') == 2
   of_cache = [line for line in text.splitlines() if re.search(rf"bf16\[{batch},\d+,{length},\d+\]", line)]
   assert of_cache and not [line for line in of_cache if re.search(r" (copy|copy-start|transpose|all-gather)\(", line)]
-  cache_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(cache)) // (num_tensor if num_kv_heads % num_tensor == 0 else 1)
+  cache_bytes = sum(leaf.nbytes
+                    for leaf in jax.tree.leaves(cache)) // (num_tensor if num_kv_heads % num_tensor == 0 else 1)
   memory = compiled.memory_analysis()
   assert memory.alias_size_in_bytes >= cache_bytes
   assert memory.temp_size_in_bytes < 0.1 * cache_bytes

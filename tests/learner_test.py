@@ -1,4 +1,5 @@
-"""The train step against plain gradients of a loss written out response by response; schedules and optimizers against float64 numpy."""
+"""The train step against plain gradients of a loss written out response by response; schedules and optimizers against
+float64 numpy."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ TEMPERATURE = 0.7
 BETA = np.float32(0.3)
 RATE = 2.0**-5  # of plain gradient descent: small enough for three steps to stay tame
 CFG = ModelConfig(
-  family="llama", vocab_size=37, num_embeddings=40, hidden_size=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, mlp_size=32,
-  max_positions=32, norm_eps=1e-6, tie_embeddings=True, query_scale=0.5, rotary_dim=4,
+  family="llama", vocab_size=37, num_embeddings=40, hidden_size=16, num_layers=2, num_heads=4, num_kv_heads=2,
+  head_dim=4, mlp_size=32, max_positions=32, norm_eps=1e-6, tie_embeddings=True, query_scale=0.5, rotary_dim=4,
 )
 MESHES = [dict(fsdp=1), dict(fsdp=2), dict(fsdp=2, tensor=2), dict(data=2, fsdp=2, tensor=2)]
 
@@ -33,7 +34,8 @@ MESHES = [dict(fsdp=1), dict(fsdp=2), dict(fsdp=2, tensor=2), dict(data=2, fsdp=
 def start_params():
   rng = np.random.default_rng(0)
   return jax.tree.map(
-    lambda leaf: (0.3 * rng.normal(size=leaf.shape) + (len(leaf.shape) < 3)).astype(np.float32), transformer.abstract_params(CFG)
+    lambda leaf: (0.3 * rng.normal(size=leaf.shape) + (len(leaf.shape) < 3)).astype(np.float32),
+    transformer.abstract_params(CFG)
   )
 
 
@@ -65,12 +67,14 @@ DRAW = make_draw([1, 9, 3, 5, 2, 7, 4, 6], [0, 0, 0, 0, 1, 1, 1, 1], valid=[True
 
 @functools.cache
 def make_step(loss="tb_vargrad", *, optimizer=None, **options):
-  """A train step and what makes its first state; the same one for the same arguments, so that tests share compiled programs."""
+  """A train step and what makes its first state; the same one for the same arguments, so that tests share compiled
+  programs."""
   optimizer = optimizer or sgd()
   settings = dict(temperature=TEMPERATURE, compute_dtype=jnp.float32, remat="none", micro_batches=1, chunk_tokens=32)
   loss_fn = make_loss(loss) if isinstance(loss, str) else loss
   step = learner.make_train_step(CFG, loss_fn, optimizer, **{**settings, **options})
-  return step, lambda: learner.init_train_state(jax.tree.map(jnp.array, start_params()), optimizer, mesh=options.get("mesh"))
+  return step, lambda: learner.init_train_state(jax.tree.map(jnp.array, start_params()), optimizer,
+                                                mesh=options.get("mesh"))
 
 
 @functools.cache
@@ -111,7 +115,8 @@ def assert_same_gradient(found, expected, tolerance: float):
 
 @jax.jit
 def written_out(params, tokens, num_prompt, num_tokens):
-  """log p(response | prompt), its gradient, and the entropy summed over the response, of one sequence [T] through whole logits."""
+  """log p(response | prompt), its gradient, and the entropy summed over the response, of one sequence [T] through whole
+  logits."""
 
   def log_p(params):
     positions = jnp.arange(tokens.shape[0])
@@ -137,7 +142,8 @@ def each_response(draw: Draw):
 
 @functools.cache
 def oracle():
-  """Loss, gradient and entropy of DRAW under trajectory balance in float64: -mean(A grad log pi), A = r - mean r - beta (k - mean k)."""
+  """Loss, gradient and entropy of DRAW under trajectory balance in float64: -mean(A grad log pi), A = r - mean r - beta
+  (k - mean k)."""
   scored = dict(each_response(DRAW))
   log_pi = {i: float(values[0]) for i, (values, _) in scored.items()}
   log_ref = {i: DRAW.log_ref[i, : DRAW.lengths[i]].astype(np.float64).sum() for i in scored}
@@ -147,7 +153,8 @@ def oracle():
     delta = np.array([log_ref[i] + float(DRAW.rewards[i]) / float(BETA) - log_pi[i] for i in members])
     for i, residual in zip(members, np.mean(delta) - delta):
       loss += float(BETA) / 2 * residual**2 / len(scored)
-      total = jax.tree.map(lambda sums, g: sums + float(BETA) * residual * np.asarray(g, np.float64) / len(scored), total, scored[i][1])
+      total = jax.tree.map(lambda sums, g: sums + float(BETA) * residual * np.asarray(g, np.float64) / len(scored),
+                           total, scored[i][1])
   entropy = sum(float(values[1]) for values, _ in scored.values()) / sum(DRAW.lengths[i] for i in scored)
   return loss, total, entropy
 
@@ -168,7 +175,8 @@ def test_step_equals_the_loss_written_out_response_by_response():
   assert_same_gradient(found, grads, 1e-5)
   assert metrics["grad_norm"] == pytest.approx(norm(grads), rel=1e-5)
   assert metrics["update_norm"] == pytest.approx(RATE * norm(grads), rel=1e-5)
-  assert metrics["param_norm"] == pytest.approx(norm(jax.tree.map(lambda p, g: p - RATE * g, start_params(), grads)), rel=1e-5)
+  assert metrics["param_norm"] == pytest.approx(norm(jax.tree.map(lambda p, g: p - RATE * g, start_params(), grads)),
+                                                rel=1e-5)
   assert metrics["beta"] == BETA and metrics["learning_rate"] == RATE
   assert metrics["reward"] == pytest.approx(DRAW.rewards[DRAW.valid].mean())
 
@@ -238,14 +246,16 @@ def test_single_pass_needs_whole_groups():
 
 
 def test_lengths_1_and_9_are_normalised_over_the_whole_batch():
-  """Supervised: minus the sum of all log-probabilities over all ten tokens, though the two halves hold 1 and 9 of them."""
+  """Supervised: minus the sum of all log-probabilities over all ten tokens, though the two halves hold 1 and 9 of them.
+  """
   draw = make_draw([1, 9], [0, 1])
   batch = batch_of(draw)
   batch = jax.tree.map(lambda x: x[[0, 2, 3, 4, 1, 5, 6, 7]] if np.ndim(x) == 2 else x, batch)
   found, metrics = step_gradient(batch, "sft", micro_batches=2)
   ((_, ((first, _), first_grads)), (_, ((second, _), second_grads))) = each_response(draw)
   assert metrics["loss"] == pytest.approx(-(float(first) + float(second)) / 10, rel=1e-6)
-  assert_same_gradient(found, jax.tree.map(lambda a, b: -(np.asarray(a) + np.asarray(b)) / 10, first_grads, second_grads), 1e-5)
+  assert_same_gradient(found, jax.tree.map(lambda a, b: -(np.asarray(a) + np.asarray(b)) / 10, first_grads,
+                                           second_grads), 1e-5)
 
 
 @pytest.mark.slow
@@ -259,7 +269,8 @@ def test_bfloat16_computation_keeps_float32_parameters():
 
 def test_rows_that_do_not_split_are_refused():
   step, start = make_step(micro_batches=3)
-  with pytest.raises(ValueError, match="a batch of 8 rows does not split into micro_batches=3 over 1 devices; .* row_multiple=3"):
+  with pytest.raises(ValueError,
+                     match="a batch of 8 rows does not split into micro_batches=3 over 1 devices; .* row_multiple=3"):
     step(start(), batch_of(), BETA)
   with pytest.raises(ValueError, match="micro_batches=0 must be at least 1"):
     make_step(micro_batches=0)
@@ -270,7 +281,8 @@ def bitwise(tree) -> list[bytes]:
 
 
 def may_lack_a_gradient(log_pi, batch, *, beta):
-  """Trajectory balance, plus a term of value 0 whose gradient is not finite (a root at 0) where the first weight is 0."""
+  """Trajectory balance, plus a term of value 0 whose gradient is not finite (a root at 0) where the first weight is 0.
+  """
   loss, _ = make_loss("tb_vargrad")(log_pi, batch, beta=beta)
   root = jnp.sqrt(batch.weights[0] * jnp.sum(jnp.square(log_pi)))
   return loss + root - jax.lax.stop_gradient(root), {}
@@ -329,9 +341,11 @@ def test_sharded_equals_unsharded(sizes: dict[str, int]):
     if number == 0:
       assert float(sharded_metrics["loss"]) == pytest.approx(oracle()[0], rel=1e-5)
       assert_same_gradient(jax.tree.map(np.asarray, sharded.opt_state), oracle()[1], 1e-5)
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-6), sharded.params, state.params)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-6),
+               sharded.params, state.params)
   expected = sharding.param_shardings(sharded.params, mesh)
-  assert jax.tree.all(jax.tree.map(lambda leaf, s: leaf.sharding.is_equivalent_to(s, leaf.ndim), sharded.params, expected))
+  assert jax.tree.all(
+      jax.tree.map(lambda leaf, s: leaf.sharding.is_equivalent_to(s, leaf.ndim), sharded.params, expected))
   assert sharded_step._cache_size() == 1
 
 
@@ -355,7 +369,8 @@ def test_steps_on_other_devices_by_other_threads_do_not_meet():
   def train(device, seed, out):
     state = learner.init_train_state(jax.device_put(start_params(), device), sgd())
     for _ in range(3):
-      state, metrics = step(state, batch_of(make_draw([3, 4, 5, 6, 7, 2, 3, 4], [0, 0, 0, 0, 1, 1, 1, 1], seed=seed)), BETA)
+      state, metrics = step(state, batch_of(make_draw([3, 4, 5, 6, 7, 2, 3, 4], [0, 0, 0, 0, 1, 1, 1, 1], seed=seed)),
+                            BETA)
     out[seed] = float(metrics["loss"]), {d for leaf in jax.tree.leaves((state, metrics)) for d in leaf.devices()}
 
   alone, together = {}, {}
@@ -417,7 +432,8 @@ def compile_secs(num_layers: int) -> float:
   cfg = ModelConfig(**{**CFG.__dict__, "num_layers": num_layers})
   optimizer = adamw()
   step = learner.make_train_step(
-    cfg, make_loss("tb_vargrad"), optimizer, temperature=1.0, compute_dtype=jnp.float32, remat="full", micro_batches=2, chunk_tokens=64
+    cfg, make_loss("tb_vargrad"), optimizer, temperature=1.0, compute_dtype=jnp.float32, remat="full", micro_batches=2,
+    chunk_tokens=64
   )
   params, count = transformer.abstract_params(cfg), jax.ShapeDtypeStruct((), jnp.int32)
   state = TrainState(params, jax.eval_shape(optimizer.init, params), count, count, count)
@@ -437,7 +453,8 @@ def gradient_memory_bytes(row_tokens: int, num_embeddings: int) -> int:
   cfg = ModelConfig(**{**CFG.__dict__, "vocab_size": num_embeddings, "num_embeddings": num_embeddings})
   optimizer = sgd()
   step = learner.make_train_step(
-    cfg, make_loss("tb_vargrad"), optimizer, temperature=1.0, compute_dtype=jnp.float32, remat="full", micro_batches=1, chunk_tokens=64
+    cfg, make_loss("tb_vargrad"), optimizer, temperature=1.0, compute_dtype=jnp.float32, remat="full", micro_batches=1,
+    chunk_tokens=64
   )
   params = transformer.abstract_params(cfg)
   count = jax.ShapeDtypeStruct((), jnp.int32)
@@ -464,7 +481,8 @@ def test_wsd_is_the_papers_learning_rate():
   at = lambda update: float(schedule(update - 1))
   assert [at(1), at(25), at(50)] == pytest.approx([1e-5 / 50, 0.5e-5, 1e-5])
   assert [at(51), at(400)] == pytest.approx([1e-5, 1e-5])
-  assert [at(401), at(700), at(1000), at(2000)] == pytest.approx([1e-5 * 599 / 600, 0.5e-5, 0, 0])  # a 700-step run stops half-way
+  # A 700-step run stops half-way.
+  assert [at(401), at(700), at(1000), at(2000)] == pytest.approx([1e-5 * 599 / 600, 0.5e-5, 0, 0])
 
 
 @pytest.mark.parametrize(
@@ -488,7 +506,8 @@ def test_schedules_by_hand(name: str, lengths: dict, expected: list[float]):
     ("step", {}, "schedule 'step' is unknown; choose one of constant, linear, cosine, wsd"),
     ("linear", dict(decay_steps=0), "decay_steps=0 does not suit schedule 'linear': it must be at least 1"),
     ("constant", dict(decay_steps=3), "decay_steps=3 does not suit schedule 'constant': it must be 0"),
-    ("cosine", dict(decay_steps=3, stable_steps=2), "stable_steps=2 means nothing to schedule 'cosine'; set it to 0, or choose 'wsd'"),
+    ("cosine", dict(decay_steps=3, stable_steps=2), "stable_steps=2 means nothing to schedule 'cosine'; set it to 0, "
+                                                    "or choose 'wsd'"),
     ("wsd", dict(decay_steps=3, warmup_steps=-1), "warmup_steps=-1 must not be negative"),
     ("constant", dict(learning_rate=0.0), "learning_rate=0.0 must be a positive number"),
     ("constant", dict(learning_rate=float("nan")), "learning_rate=nan must be a positive number"),
@@ -519,8 +538,12 @@ def test_adamw_clipped_and_decayed_equals_float64():
   optimizer = optimizers.make_optimizer(
     schedule=lambda count: jnp.array(rates)[count], clip_norm=clip, weight_decay=decay, b1=b1, b2=b2, eps=eps
   )
-  params = {"layers": {"mlp_norm": {"scale": np.ones((2, 3), np.float32), "bias": np.ones((2, 3), np.float32)},
-                       "mlp": {"up": {"kernel": np.full((2, 3, 2), 2.0, np.float32)}}}, "embed": {"table": np.ones((4, 3), np.float32)}}
+  params = {
+      "layers": {
+          "mlp_norm": {"scale": np.ones((2, 3), np.float32), "bias": np.ones((2, 3), np.float32)},
+          "mlp": {"up": {"kernel": np.full((2, 3, 2), 2.0, np.float32)}}
+      }, "embed": {"table": np.ones((4, 3), np.float32)}
+  }
   ours, opt_state, update = jax.tree.map(jnp.array, params), optimizer.init(params), jax.jit(optimizer.update)
   paths = [sharding.path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
   exact = [leaf.astype(np.float64) for leaf in jax.tree.leaves(params)]

@@ -282,8 +282,8 @@ def test_planned_bytes():
   def plan_of(settings):
     placed = placement.placements(
       CFG, jax.devices(), trainer=1, searchers=1, per_searcher=1, share=False, optimizer="adamw", param_dtype="float32",
-      compute_dtype="bfloat16", sample_dtype="bfloat16", cache_dtype="int8", attention="xla", slots=4, lane_samples=2, max_prompt_tokens=8, max_new_tokens=8,
-      buffer_capacity=8, lora=settings)
+      compute_dtype="bfloat16", sample_dtype="bfloat16", cache_dtype="int8", attention="xla", slots=4, lane_samples=2,
+      max_prompt_tokens=8, max_new_tokens=8, buffer_capacity=8, lora=settings)
     return {(row.part, row.content): row.device_bytes for row in placed}
 
   whole, adapted = plan_of(None), plan_of(EVERY)

@@ -94,7 +94,8 @@ def test_a_file_that_makes_no_config_is_refused_in_one_line(tmp_path):
   for text in ("VALUE = 3\n", "get_config = {}\n"):
     (tmp_path / "plain.py").write_text(text)
     assert _errors(_run(f"--config={tmp_path}/plain.py", WORKDIR)) == [
-      f"--config={tmp_path}/plain.py has no function get_config, which makes the config; see configs/quickstart.py for one"]
+      f"--config={tmp_path}/plain.py has no function get_config, which makes the config; see configs/quickstart.py for "
+      "one"]
 
 
 def test_mistakes_of_config_and_workdir_together(tmp_path):
@@ -129,7 +130,8 @@ def test_dry_run_prints_devices_and_bytes_and_writes_nothing(tmp_path):
   vocab_size = int(result.stdout.split(" embeddings")[0].rsplit(" ", 1)[1])
   num_params = 128 * vocab_size + 3 * (2 * 128 + 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 384) + 128
   assert f"llama: {num_params:,} parameters" in result.stdout and "3 cpu devices" in result.stdout
-  for content in ("trainer: parameters", "trainer: gradients", "trainer: reference", "trainer: average for the reference",
+  for content in ("trainer: parameters", "trainer: gradients", "trainer: reference", "trainer: average for the "
+                                                                                     "reference",
                   "searcher 1: weights", "searcher 1: reference"):
     assert rows[content] == [4 * num_params] * 2
   moments, _ = rows["trainer: optimizer state"]

@@ -1,4 +1,5 @@
-"""The grader of boxed answers: verdicts, and that nothing a model can write hangs it, kills it or leaves processes behind."""
+"""The grader of boxed answers: verdicts, and that nothing a model can write hangs it, kills it or leaves processes
+behind."""
 
 from __future__ import annotations
 
@@ -66,11 +67,13 @@ def test_last_box(text, answer):
 
 @pytest.mark.parametrize("gold, answer, wanted", [
   ("5", "5", 1), ("5", "5.0", 1), ("5", "x=5", 1), ("5", "6", 0), ("5", "-5", 0), ("5", r"5\text{ dollars}", 1),
-  ("5", r"\boxed{5}", 1), (r"\frac{2}{3}", "2/3", 1), (r"\frac23", r"\frac{2}{3}", 1), (r"\frac{2}{3}", r"\frac{3}{2}", 0),
-  (r"\frac{2}{3}", "0.6667", 0), ("1,000", "1000", 1), (r"11\sqrt2", r"11\sqrt{2}", 1), ("90^\\circ", "90", 1),
-  ("x^2+2x+1", "(x+1)^2", 1), ("x^2+2x+1", "x^2+2x+2", 0), ("6,7", "7, 6", 1), ("7", "6, 7", 0), ("7", r"6 \text{ or } 7", 0),
-  ("(1,2)", "(2,1)", 0), (r"(1,\frac{9}{2})", "(1,4.5)", 1), (r"\text{Evelyn}", "Evelyn", 1), (r"\text{Evelyn}", r"\text{Carla}", 0),
-  (r"\text{(A)}", "A", 1), (r"\text{(A)}", "B", 0), (r"10\%", "0.1", 1), ("2", "two", 0), ("5", " ", 0), ("2", r"\frac{1}{0}", 0),
+  ("5", r"\boxed{5}", 1), (r"\frac{2}{3}", "2/3", 1), (r"\frac23", r"\frac{2}{3}", 1),
+  (r"\frac{2}{3}", r"\frac{3}{2}", 0), (r"\frac{2}{3}", "0.6667", 0), ("1,000", "1000", 1),
+  (r"11\sqrt2", r"11\sqrt{2}", 1), ("90^\\circ", "90", 1), ("x^2+2x+1", "(x+1)^2", 1), ("x^2+2x+1", "x^2+2x+2", 0),
+  ("6,7", "7, 6", 1), ("7", "6, 7", 0), ("7", r"6 \text{ or } 7", 0), ("(1,2)", "(2,1)", 0),
+  (r"(1,\frac{9}{2})", "(1,4.5)", 1), (r"\text{Evelyn}", "Evelyn", 1), (r"\text{Evelyn}", r"\text{Carla}", 0),
+  (r"\text{(A)}", "A", 1), (r"\text{(A)}", "B", 0), (r"10\%", "0.1", 1), ("2", "two", 0), ("5", " ", 0),
+  ("2", r"\frac{1}{0}", 0),
 ])  # fmt: skip
 def test_verdicts(pool, gold, answer, wanted):
   assert grade_boxed([f"I get \\boxed{{{answer}}}."], gold, pool) == [wanted]
@@ -103,7 +106,8 @@ def test_math_500_answers_are_right_for_themselves_and_wrong_for_others(pool, sh
 
 
 HARD = (
-  "9**9**9**9", "9^{9^{9^9}}", "(10^9)!", r"\prod_{k=1}^{10^9} \sin k", r"\frac{1}{0}", "(" * 200 + ")" * 200, r"\frac{" * 40, r"\sqrt{" * 80 + "2" + "}" * 80, "x" * 400, "7" * 400, "\x00", "2\x00", "\ud800", "{" * 100,
+  "9**9**9**9", "9^{9^{9^9}}", "(10^9)!", r"\prod_{k=1}^{10^9} \sin k", r"\frac{1}{0}", "(" * 200 + ")" * 200,
+  r"\frac{" * 40, r"\sqrt{" * 80 + "2" + "}" * 80, "x" * 400, "7" * 400, "\x00", "2\x00", "\ud800", "{" * 100,
   r"\int_0^1 e^{e^{e^x}} dx", "", "\n", "$", r"\\", "2; import os", r"\input{/etc/passwd}",
 )  # fmt: skip
 

@@ -81,13 +81,15 @@ def test_generated_problems_have_the_answers_that_sympy_finds():
   assert len(texts["train"]) == len(texts["test"]) == 60 and not texts["train"] & texts["test"]
   assert problems["train"] == make_problems(60, split="train", seed=3) != make_problems(60, split="train", seed=4)
   for problem in problems["train"]:
-    plain = [text.replace(r"\frac{", "(").replace("}{", ")/(").replace("}", ")") for text in (problem.text, problem.answer)]
+    plain = [text.replace(r"\frac{", "(").replace("}{", ")/(").replace("}", ")")
+             for text in (problem.text, problem.answer)]
     assert sympy.sympify(plain[0].split("$")[1]) == sympy.sympify(plain[1])
 
 
 def test_generated_problems_need_no_tokenizer_and_no_data(make_task):
   task = make_task(tokenizer=None, num_generated=8)
-  assert task.tokenizer is make_character_tokenizer() and len(task.train_prompts()) == 8 and len(task.eval_prompts()) == 2
+  assert task.tokenizer is make_character_tokenizer() and len(task.train_prompts()) == 8
+  assert len(task.eval_prompts()) == 2
   prompt = task.train_prompts()[0]
   assert task.tokenizer.hf.decode(prompt.tokens, skip_special_tokens=False).startswith("<user>Compute $")
   prompts, responses = zip(*task.sft_examples())
@@ -95,7 +97,8 @@ def test_generated_problems_need_no_tokenizer_and_no_data(make_task):
 
 
 @pytest.mark.parametrize("row, line", [
-  ({"problem": "What?"}, "train.jsonl line 2 has neither a text 'answer' nor a 'solution' with a .boxed answer; add one"),
+  ({"problem": "What?"}, "train.jsonl line 2 has neither a text 'answer' nor a 'solution' with a .boxed answer; add "
+                         "one"),
   ({"problem": "What?", "solution": "It is 5."}, "train.jsonl line 2 has neither"),
   ({"answer": "5"}, "train.jsonl line 2 has no text 'problem'"),
 ])

@@ -201,7 +201,8 @@ def test_the_bottleneck_is_who_is_waited_for(waits, says):
 def test_shares_are_of_the_time_since_and_average_over_actors():
   clock = _Clock()
   timeline = Timeline(None, clock=clock)
-  for actor, kind, start, end in (("a", "decode", 0, 4), ("a", "wait", 4, 10), ("b", "decode", 3, 9), ("c", "decode", 0, 10)):
+  for actor, kind, start, end in (("a", "decode", 0, 4), ("a", "wait", 4, 10), ("b", "decode", 3, 9),
+                                  ("c", "decode", 0, 10)):
     clock.now = 1000.0 + start
     with timeline.span(actor, kind):
       clock.now = 1000.0 + end

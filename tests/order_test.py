@@ -31,11 +31,13 @@ def _easy_reward(monkeypatch):
 
 def _params(workdir):
   cfg, _ = build.read_model_folder(workdir / "model")
-  return [np.asarray(leaf) for leaf in jax.tree.leaves(run_state.load_params(workdir, transformer.abstract_params(cfg))[1])]
+  return [np.asarray(leaf)
+          for leaf in jax.tree.leaves(run_state.load_params(workdir, transformer.abstract_params(cfg))[1])]
 
 
 def test_a_run_stopped_and_resumed_is_replayed_in_lockstep_to_the_same_bits(tmp_path, monkeypatch):
-  shared = dict(sample__in_flight=False, train__steps=8, buffer__max_staleness=4, buffer__max_uses=2, sync__every_steps=2, eval__every_steps=4)
+  shared = dict(sample__in_flight=False, train__steps=8, buffer__max_staleness=4, buffer__max_uses=2,
+                sync__every_steps=2, eval__every_steps=4)
   with monkeypatch.context() as patch:
     stop, after_step = StopFlag(), Run.after_step
     patch.setattr(Run, "after_step", lambda self: (after_step(self), self.step == 4 and stop.set("the test")))
@@ -51,7 +53,8 @@ def test_a_run_stopped_and_resumed_is_replayed_in_lockstep_to_the_same_bits(tmp_
   for name in ("accuracy_before", "accuracy_after", "staleness_histogram"):
     assert runs.results(tmp_path / "threads")[name] == runs.results(tmp_path / "replay")[name]
   with pytest.raises(ConfigError, match="train.learning_rate=0.5 must be 0.0001, as in runtime.replay_order"):
-    runs.short_config(**shared, runtime__mode="lockstep", runtime__replay_order=str(tmp_path / "threads"), train__learning_rate=0.5)
+    runs.short_config(**shared, runtime__mode="lockstep", runtime__replay_order=str(tmp_path / "threads"),
+                      train__learning_rate=0.5)
 
 
 def test_the_log_is_cut_to_what_a_checkpoint_knows(tmp_path):

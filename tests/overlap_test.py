@@ -16,7 +16,8 @@ def test_the_learner_is_idle_for_less_than_two_percent_when_the_buffer_is_full(t
   runs.use_easy_reward(monkeypatch)
   may_start = Exchange._may_start
   monkeypatch.setattr(
-      Exchange, "_may_start", lambda self, version: self._num_arrived < self._fill_responses and may_start(self, version))
+      Exchange, "_may_start", lambda self,
+      version: self._num_arrived < self._fill_responses and may_start(self, version))
   spans, close = [], Timeline.close
 
   def kept(self):
@@ -25,9 +26,10 @@ def test_the_learner_is_idle_for_less_than_two_percent_when_the_buffer_is_full(t
 
   monkeypatch.setattr(Timeline, "close", kept)
   config = runs.short_config(
-      train__steps=24, train__prompts_per_step=16, train__responses_per_prompt=16, train__micro_batches=16, train__packing=packing,
-      train__length_buckets=(40, 160), sample__responses_per_prompt=16, sample__slots=32, buffer__fill_responses=600,
-      buffer__capacity=2_000, model__architecture__hidden_size=128, model__architecture__mlp_size=384)
+      train__steps=24, train__prompts_per_step=16, train__responses_per_prompt=16, train__micro_batches=16,
+      train__packing=packing, train__length_buckets=(40, 160), sample__responses_per_prompt=16, sample__slots=32,
+      buffer__fill_responses=600, buffer__capacity=2_000, model__architecture__hidden_size=128,
+      model__architecture__mlp_size=384)
   assert runs.run(config, tmp_path / "run") == 0
   (steps,) = spans
   steps = steps[4:]  # the first ones share the cores with the last rollouts

@@ -34,14 +34,16 @@ def gsm8k_lengths(shared_data, count) -> tuple[np.ndarray, np.ndarray]:
 
 
 def random_batches(prompts: np.ndarray, answers: np.ndarray, *, num_batches: int, num_prompts: int, per_prompt: int):
-  """Draws of real lengths. Responses to one prompt are alike: real answers, from the tenth of the ranks around its own."""
+  """Draws of real lengths. Responses to one prompt are alike: real answers, from the tenth of the ranks around its own.
+  """
   rng = np.random.default_rng(0)
   by_length = np.sort(answers)
   for _ in range(num_batches):
     chosen = rng.choice(len(prompts), num_prompts, replace=False)
     ranks = np.searchsorted(by_length, answers[chosen])[:, None]
     near = ranks + rng.integers(-len(answers) // 20, len(answers) // 20, (num_prompts, per_prompt))
-    yield draw_of(np.repeat(prompts[chosen], per_prompt), by_length[np.clip(near, 0, len(answers) - 1)].reshape(-1), per_prompt)
+    yield draw_of(np.repeat(prompts[chosen], per_prompt), by_length[np.clip(near, 0,
+                                                                            len(answers) - 1)].reshape(-1), per_prompt)
 
 
 def draw_of(prompt_lengths: np.ndarray, lengths: np.ndarray, per_prompt: int) -> Draw:
@@ -49,9 +51,10 @@ def draw_of(prompt_lengths: np.ndarray, lengths: np.ndarray, per_prompt: int) ->
   ints, floats = np.zeros(num, np.int32), np.zeros((num, width), np.float32)
   return Draw(
     prompts=np.zeros((num, int(prompt_lengths.max())), np.int32), prompt_lengths=prompt_lengths.astype(np.int32),
-    tokens=np.zeros((num, width), np.int32), lengths=lengths.astype(np.int32), log_mu=floats, log_ref=floats, versions=ints,
-    rewards=ints.astype(np.float32), truncated=ints.astype(bool), group_ids=(np.arange(num) // per_prompt).astype(np.int32),
-    valid=np.ones(num, bool), weights=np.ones(num, np.float32), prompt_ids=ints, occurrences=ints, rows=ints,
+    tokens=np.zeros((num, width), np.int32), lengths=lengths.astype(np.int32), log_mu=floats, log_ref=floats,
+    versions=ints, rewards=ints.astype(np.float32), truncated=ints.astype(bool),
+    group_ids=(np.arange(num) // per_prompt).astype(np.int32), valid=np.ones(num, bool),
+    weights=np.ones(num, np.float32), prompt_ids=ints, occurrences=ints, rows=ints,
   )
 
 
@@ -60,7 +63,8 @@ def test_padding_is_not_paid_for_on_real_lengths(shared_data, num_devices: int):
   """The shipped GSM8K config on 60 batches of its own size: real tokens over computed positions."""
   train = gsm8k.get_config().train
   lengths = gsm8k_lengths(shared_data, num_pieces)
-  batches = random_batches(*lengths, num_batches=60, num_prompts=train.prompts_per_step, per_prompt=train.responses_per_prompt)
+  batches = random_batches(*lengths, num_batches=60, num_prompts=train.prompts_per_step,
+                           per_prompt=train.responses_per_prompt)
   multiple = train.micro_batches * num_devices
   shares, shapes = [], set()
   for draw in batches:
@@ -79,7 +83,8 @@ def test_padding_is_not_paid_for_on_real_lengths(shared_data, num_devices: int):
 # A group lies in several packed rows, several groups in one row, and (8 devices) 3 packed rows become 8 with padding.
 @pytest.mark.parametrize("micro_batches, sizes", [
   (2, dict(data=2, fsdp=4)),
-  *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, None), (2, None), (1, dict(fsdp=4)), (1, dict(data=2, fsdp=4))))], ids=str)
+  *(pytest.param(*case, marks=pytest.mark.slow)
+    for case in ((1, None), (2, None), (1, dict(fsdp=4)), (1, dict(data=2, fsdp=4))))], ids=str)
 def test_packed_rows_give_the_gradient_written_out_response_by_response(micro_batches: int, sizes):
   mesh = None if sizes is None else mesh_of(sizes)
   shards = 1 if mesh is None else mesh.size
@@ -104,7 +109,8 @@ def test_one_group_over_all_packed_micro_batches():
 
 
 def test_micro_batches_that_nothing_is_left_for_are_not_computed(monkeypatch):
-  """Two of eight micro-batches hold tokens: a model of which every evaluation counts itself runs twice, then twice more."""
+  """Two of eight micro-batches hold tokens: a model of which every evaluation counts itself runs twice, then twice
+  more."""
   calls = []
   real = learner.token_logprobs
 
@@ -115,7 +121,8 @@ def test_micro_batches_that_nothing_is_left_for_are_not_computed(monkeypatch):
   monkeypatch.setattr(learner, "token_logprobs", counted)
   packed = batch_of(make_draw([3, 5, 2, 2], [0, 0, 1, 1]), pack=True, num_rows=8, row_multiple=1)
   num_parts = int(packed.segment_ids.any(axis=1).sum())
-  step, start = make_step(micro_batches=8, skip_empty_micro_batches=True, chunk_tokens=16)  # of no other test: its program calls back
+  # Of no other test: its program calls back.
+  step, start = make_step(micro_batches=8, skip_empty_micro_batches=True, chunk_tokens=16)
   jax.block_until_ready(step(start(), packed, np.float32(0.3)))
   jax.effects_barrier()
   assert num_parts == 2 and len(calls) == 2 * num_parts
@@ -134,7 +141,8 @@ def _easy_reward(monkeypatch):
 def test_packed_run_is_the_unpacked_run(tmp_path, _easy_reward):
   """Lockstep, 4 trainer devices, rows that hold two responses: the same losses, from one compiled step."""
   shared = dict(
-    runtime__mode="lockstep", train__micro_batches=4, train__length_buckets=(40, 96), devices__trainer=4, devices__searchers=1)
+    runtime__mode="lockstep", train__micro_batches=4, train__length_buckets=(40, 96), devices__trainer=4,
+    devices__searchers=1)
   for packing in (False, True):
     config = runs.short_config(train__packing=packing, **shared)
     assert runs.run(config, tmp_path / str(packing)) == 0
@@ -146,7 +154,8 @@ def test_packed_run_is_the_unpacked_run(tmp_path, _easy_reward):
 
 
 def test_nothing_is_compiled_once_training_has_begun(tmp_path, monkeypatch, _easy_reward):
-  """Groups and batches of many lengths, groups of fewer rows, a reference that moves, checkpoints: all from what is there."""
+  """Groups and batches of many lengths, groups of fewer rows, a reference that moves, checkpoints: all from what is
+  there."""
   compiled, write = [], metrics.MetricsWriter.write
   lose_some = iter(range(10**6))
 
@@ -162,12 +171,13 @@ def test_nothing_is_compiled_once_training_has_begun(tmp_path, monkeypatch, _eas
     write(self, step, scalars)
 
   monkeypatch.setattr(metrics.MetricsWriter, "write", watched)
-  listen = lambda name, secs, **more: compiled.append((at[0], more.get("fun_name"))) if "backend_compile" in name else None
+  listen = lambda name, secs, **more: compiled.append(
+      (at[0], more.get("fun_name"))) if "backend_compile" in name else None
   jax.monitoring.register_event_duration_secs_listener(listen)
   try:
     config = runs.short_config(
-      runtime__mode="lockstep", train__packing=True, train__micro_batches=4, train__length_buckets=(24, 32, 40, 64), train__steps=8,
-      reference__reset_every_steps=2, reference__ema_decay=0.5, checkpoint__every_steps=1)
+      runtime__mode="lockstep", train__packing=True, train__micro_batches=4, train__length_buckets=(24, 32, 40, 64),
+      train__steps=8, reference__reset_every_steps=2, reference__ema_decay=0.5, checkpoint__every_steps=1)
     assert runs.run(config, tmp_path / "run") == 0
   finally:
     jax.monitoring.unregister_event_duration_listener(listen)

@@ -29,7 +29,8 @@ def test_a_line_a_part_and_like_parts_together():
 
 def test_what_just_fits_is_taken_and_a_byte_more_is_refused():
   placement.check_fits(PLACED, {"0-1": 1500, "2": 300, "3": 300})
-  with pytest.raises(ValueError, match=r"devices 0-1 would hold 1,500 bytes each but have 1,499 \(trainer: parameters 1,000, trai"):
+  with pytest.raises(ValueError,
+                     match=r"devices 0-1 would hold 1,500 bytes each but have 1,499 \(trainer: parameters 1,000, trai"):
     placement.check_fits(PLACED, {"0-1": 1499, "2": 300, "3": 300})
 
 

@@ -1,4 +1,5 @@
-"""A reference that moves: what trained rows carry as log_ref against every policy of the run, scored here one row at a time."""
+"""A reference that moves: what trained rows carry as log_ref against every policy of the run, scored here one row at a
+time."""
 
 from __future__ import annotations
 
@@ -49,8 +50,9 @@ def make_reference(**options) -> Reference:
   mesh = sharding.make_mesh(jax.devices()[:2])
   params = jax.device_put(start_params(), sharding.param_shardings(start_params(), mesh))
   settings = dict(
-      every_steps=2, ema_decay=0.0, dtype=jnp.float32, placement=sharding.batch_sharding(mesh), num_rows=2, row_tokens=24,
-      score=learner.make_scorer(CFG, temperature=0.7, dtype=jnp.float32, chunk_tokens=16, mesh=mesh), searcher_places=[jax.devices()[3]])
+      every_steps=2, ema_decay=0.0, dtype=jnp.float32, placement=sharding.batch_sharding(mesh), num_rows=2,
+      row_tokens=24, score=learner.make_scorer(CFG, temperature=0.7, dtype=jnp.float32, chunk_tokens=16, mesh=mesh),
+      searcher_places=[jax.devices()[3]])
   return Reference(params, **{**settings, **options})
 
 
@@ -83,7 +85,8 @@ def test_average_is_that_of_float64_and_copies_are_the_searchers_own():
 
 
 def watch(monkeypatch):
-  """Lists that a run fills: parameters after each step (first: of version 0), and every draw with the step that it is for."""
+  """Lists that a run fills: parameters after each step (first: of version 0), and every draw with the step that it is
+  for."""
   policies, draws = [], []
   prepare, finish, init = Trainer.prepare, Run.finish_step, Run.__init__
   host = lambda params: jax.tree.map(np.array, params)
@@ -113,7 +116,8 @@ def watch(monkeypatch):
     pytest.param("async", -1, 0.0, marks=pytest.mark.slow),
     pytest.param("sync", -1, 0.0, marks=pytest.mark.slow)])
 def test_every_trained_row_is_scored_by_the_reference_of_its_step(tmp_path, monkeypatch, mode, lag, decay):
-  """The reference after step s is the policy (or its average) of the last multiple of 3: worked out from all policies of the run."""
+  """The reference after step s is the policy (or its average) of the last multiple of 3: worked out from all policies
+  of the run."""
   runs.use_easy_reward(monkeypatch)
   policies, draws = watch(monkeypatch)
   config = runs.short_config(
@@ -148,9 +152,9 @@ def test_a_resumed_run_goes_on_with_its_reference(tmp_path, monkeypatch, decay, 
     assert runs.run(config, tmp_path / "broken", stop) == 0
   assert runs.run(config, tmp_path / "broken") == 0
   assert runs.untimed(tmp_path / "whole") == runs.untimed(tmp_path / "broken")
-  whole, broken = (
-      run_state.load_params(tmp_path / name, transformer.abstract_params(build.read_model_folder(tmp_path / name / "model")[0]))
-      for name in ("whole", "broken"))
+  whole, broken = (run_state.load_params(
+      tmp_path / name, transformer.abstract_params(build.read_model_folder(tmp_path / name / "model")[0]))
+                   for name in ("whole", "broken"))
   jax.tree.map(np.testing.assert_array_equal, whole, broken)
   # Right after a move policy and reference are the same.
   at_policy = [abs(line["log_ratio_ref"]) < 1e-5 for line in runs.lines(tmp_path / "whole") if "loss" in line]
@@ -158,7 +162,8 @@ def test_a_resumed_run_goes_on_with_its_reference(tmp_path, monkeypatch, decay, 
 
 
 def test_version_0_is_read_from_disk_for_a_first_evaluation_that_comes_after_a_move(tmp_path, monkeypatch):
-  """Stopped before the first evaluation was through: the resumed run evaluates version 0, not the reference of by then."""
+  """Stopped before the first evaluation was through: the resumed run evaluates version 0, not the reference of by then.
+  """
   runs.use_easy_reward(monkeypatch)
   config = runs.short_config(reference__reset_every_steps=1, train__learning_rate=1e-2)
   asked = []
@@ -188,5 +193,6 @@ def test_a_reference_that_never_moves_is_not_kept_a_second_time(tmp_path, monkey
   kept = []
   init = Run.__init__
   monkeypatch.setattr(Run, "__init__", lambda self, **parts: (kept.append(parts["reference"]), init(self, **parts))[1])
-  assert train.run(runs.short_config(train__steps=1, runtime__mode="lockstep"), str(tmp_path / "run"), stop=StopFlag()) == 0
+  assert train.run(runs.short_config(train__steps=1, runtime__mode="lockstep"), str(tmp_path / "run"),
+                   stop=StopFlag()) == 0
   assert kept == [None]

@@ -32,25 +32,29 @@ def test_the_page_builds_countdown(countdown):
     text = task.response_text(response)
     assert task.reward(prompt, text, truncated=False) == 1
     assert task.reward(prompt, f" ( {text} ) ", truncated=False) == 1
-    for wrong in (f"{text}+1", text[1:], "", "2", f"{text};1", f"f({text})", "9**9**9", f"-({text})", "__import__('os')"):
+    for wrong in (f"{text}+1", text[1:], "", "2", f"{text};1", f"f({text})", "9**9**9", f"-({text})",
+                  "__import__('os')"):
       assert task.reward(prompt, wrong, truncated=False) == 0
   again = registry.make_task(countdown, chat_tokenizer(), SETTINGS, {})
   assert len(again.train_prompts()) == 512
 
 
 @pytest.mark.parametrize("code, args, line", [
-  ("x = 1\ny = 1 / 0\n", {}, r"mine.py line 2 raises ZeroDivisionError: division by zero; correct the file"),
-  ("import absent_package", {}, "line 1 raises ModuleNotFoundError: No module named 'absent_package'"),
-  ("class Other:\n  pass\nclass Mine2:\n  pass", {}, "has no class Mine; it has Mine2, Other"),
-  ("class Mine:\n  def __init__(self, tokenizer, settings, *, a=1): pass", {"b": 2},
-   r"cannot be called with \(tokenizer, settings, b=...\): got an unexpected keyword argument 'b'; it takes \(tokenizer, "
-   r"settings, \*, a=1\)"),
-  ("class Mine:\n  def __init__(self, tokenizer, settings): pass\n  name = 'm'\n  tokenizer = 0", {},
-   "has no train_prompts, eval_prompts, reward, response_text; a task needs all of name, tokenizer,"),
-  ("class Mine:\n  def __init__(self, tokenizer, settings): pass\n  name = 'm'\n  tokenizer = None\n"
-   "  train_prompts = eval_prompts = reward = response_text = lambda self: []", {}, "has no tokenizer of its own for a new model"),
-  ("class Mine:\n  def __init__(self, tokenizer, settings): pass\n  name = 'm'\n  tokenizer = 0\n"
-   "  train_prompts = eval_prompts = reward = response_text = lambda self: []", {}, r"train_prompts\(\) of .* gives no prompts"),
+    ("x = 1\ny = 1 / 0\n", {}, r"mine.py line 2 raises ZeroDivisionError: division by zero; correct the file"),
+    ("import absent_package", {}, "line 1 raises ModuleNotFoundError: No module named 'absent_package'"),
+    ("class Other:\n  pass\nclass Mine2:\n  pass", {}, "has no class Mine; it has Mine2, Other"),
+    ("class Mine:\n  def __init__(self, tokenizer, settings, *, a=1): pass", {"b": 2},
+     r"cannot be called with \(tokenizer, settings, b=...\): got an unexpected keyword argument 'b'; it takes "
+     r"\(tokenizer, settings, \*, a=1\)"),
+    ("class Mine:\n  def __init__(self, tokenizer, settings): pass\n  name = 'm'\n  tokenizer = 0", {},
+     "has no train_prompts, eval_prompts, reward, response_text; a task needs all of name, tokenizer,"),
+    ("class Mine:\n  def __init__(self, tokenizer, settings): pass\n  name = 'm'\n  tokenizer = None\n"
+     "  train_prompts = eval_prompts = reward = response_text = lambda self: []", {},
+     "has no tokenizer of its own for a "
+     "new model"),
+    ("class Mine:\n  def __init__(self, tokenizer, settings): pass\n  name = 'm'\n  tokenizer = 0\n"
+     "  train_prompts = eval_prompts = reward = response_text = lambda self: []", {},
+     r"train_prompts\(\) of .* gives no prompts"),
 ])  # fmt: skip
 def test_mistakes_in_a_file(tmp_path, code, args, line):
   (tmp_path / "mine.py").write_text(code)
@@ -59,20 +63,24 @@ def test_mistakes_in_a_file(tmp_path, code, args, line):
 
 
 def test_a_file_that_is_not_there():
-  with pytest.raises(ValueError, match="absent.py is not a file; give the path of a Python file and the name of a class"):
+  with pytest.raises(ValueError,
+                     match="absent.py is not a file; give the path of a Python file and the name of a class"):
     registry.load_class("absent.py:Mine")
 
 
 def test_prompts_over_the_limit_are_refused():
-  with pytest.raises(ValueError, match="sample.max_prompt_tokens=5 is less than the longest prompt of arithmetic; raise it to "):
+  with pytest.raises(ValueError,
+                     match="sample.max_prompt_tokens=5 is less than the longest prompt of arithmetic; raise it to "):
     args = {"num_train_prompts": 4, "sft_share_with_work": 0.5}
     registry.make_task("arithmetic", None, TaskSettings(0, "", 5, 4, 4), args)
 
 
 def test_names_and_arguments_of_named_tasks():
-  with pytest.raises(ValueError, match="task 'gsm8' is not known; known are arithmetic, gsm8k, math, tldr, or FILE.py:CLASS"):
+  with pytest.raises(ValueError,
+                     match="task 'gsm8' is not known; known are arithmetic, gsm8k, math, tldr, or FILE.py:CLASS"):
     registry.make_task("gsm8", None, SETTINGS, {})
-  with pytest.raises(ValueError, match=r"task_args of gsm8k are missing; it takes exactly prompt_format \(one of rho_sft"):
+  with pytest.raises(ValueError,
+                     match=r"task_args of gsm8k are missing; it takes exactly prompt_format \(one of rho_sft"):
     registry.make_task("gsm8k", None, SETTINGS, {})
 
 

@@ -20,7 +20,8 @@ from tba_jax.types import TrainState
 def _state(seed: int) -> TrainState:
   key = jax.random.key(seed)
   params = {"a": jax.random.normal(key, (5, 3)), "layers": {"b": jax.random.normal(key, (2, 4))}}
-  return TrainState(params, {"mu": jax.tree.map(lambda x: x * 0.5, params)}, jnp.int32(seed), jnp.int32(seed + 1), jnp.int32(0))
+  return TrainState(params, {"mu": jax.tree.map(lambda x: x * 0.5, params)}, jnp.int32(seed), jnp.int32(seed + 1),
+                    jnp.int32(0))
 
 
 def _buffer(step: int) -> dict[str, np.ndarray]:
@@ -29,7 +30,8 @@ def _buffer(step: int) -> dict[str, np.ndarray]:
   rows = np.array([4, 1, 2])
   tokens = np.arange(6, dtype=np.int32) + step
   return {"rows": rows, "token_rows": rows, "key": np.array([6, 5, 9]), "length": lengths, "tokens": tokens,
-          "log_mu": tokens * np.float32(0.5), "log_ref": -tokens.astype(np.float32), "none": np.zeros((0, 7), np.float32)}
+          "log_mu": tokens * np.float32(0.5), "log_ref": -tokens.astype(np.float32),
+          "none": np.zeros((0, 7), np.float32)}
 
 
 def _snapshot(step: int, published=None) -> run_state.Snapshot:
@@ -155,7 +157,8 @@ def test_a_row_is_written_once_and_a_damaged_segment_falls_back_to_the_step_befo
   path.write_bytes(path.read_bytes()[:-1] + b"?")
   with caplog.at_level("ERROR"):
     got = run_state.RunState(tmp_path, keep=3).restore(_like(_state(0)), None)
-  assert got.step == 2 and "checkpoint of step 3 cannot be read (DamagedSegment" in caplog.text and "is cut or damaged" in caplog.text
+  assert got.step == 2 and "checkpoint of step 3 cannot be read (DamagedSegment" in caplog.text
+  assert "is cut or damaged" in caplog.text
   _equal(got.buffer, _buffer(0))
 
 
@@ -186,8 +189,8 @@ def test_a_full_disk_leaves_the_older_checkpoint_and_says_so(tmp_path, monkeypat
     snapshot = _snapshot(2)
     _save(state, dataclasses.replace(snapshot, buffer=snapshot.buffer | {"key": np.array([25, 26, 29])}))
   assert state.num_failed == 1
-  assert said == ["error: the checkpoint of step 2 could not be written (No space left on device); training goes on, the checkpoint of "
-                  "step 1 stands; make room on the disk"]
+  assert said == ["error: the checkpoint of step 2 could not be written (No space left on device); training goes on, "
+                  "the checkpoint of step 1 stands; make room on the disk"]
   assert not [name for name in _segment_files(tmp_path) if name.endswith(".tmp")]
   got = run_state.RunState(tmp_path, keep=2).restore(_like(_state(0)), None)
   assert got.step == 1
@@ -207,6 +210,7 @@ def test_a_checkpoint_that_hangs_raises_in_time(tmp_path, monkeypatch):
   release = threading.Event()
   state = run_state.RunState(tmp_path, keep=2, timeout_secs=0.3)
   monkeypatch.setattr(state._manager, "save", lambda *args, **kwargs: release.wait(30))
-  with pytest.raises(Hung, match=r"the checkpoint of step 1 is not written after 0.3 s \(thread checkpoint, runtime.hang_secs=0.3\)"):
+  with pytest.raises(
+      Hung, match=r"the checkpoint of step 1 is not written after 0.3 s \(thread checkpoint, runtime.hang_secs=0.3\)"):
     _save(state, _snapshot(1))
   release.set()

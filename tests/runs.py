@@ -1,4 +1,5 @@
-"""Short runs of the real train.py, for the tests of the runtime: a tiny new model on the arithmetic task, rewards that need no skill."""
+"""Short runs of the real train.py, for the tests of the runtime: a tiny new model on the arithmetic task, rewards that
+need no skill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Whole short runs: determinism, exact lags, resumes, faults. The model is tiny and untrained, everything else is the real thing."""
+"""Whole short runs: determinism, exact lags, resumes, faults. The model is tiny and untrained, everything else is the
+real thing."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ def test_lockstep_twice_is_bitwise_equal(tmp_path, lag):
   for name in ("a", "b"):
     assert runs.run(config, tmp_path / name) == 0
   assert runs.untimed(tmp_path / "a") == runs.untimed(tmp_path / "b")
-  assert len({line["loss"] for line in runs.untimed(tmp_path / "a") if "loss" in line}) == 6, "the runs must have learnt something"
+  assert len({line["loss"] for line in runs.untimed(tmp_path / "a") if "loss" in line
+             }) == 6, "the runs must have learnt something"
   _same_weights(tmp_path / "a", tmp_path / "b")
   assert runs.lines(tmp_path / "a", "rollouts/train.jsonl") == runs.lines(tmp_path / "b", "rollouts/train.jsonl")
 
@@ -132,7 +134,8 @@ def test_async_run_ends_with_all_its_files(tmp_path, capsys):
   assert [line["step"] for line in trained] == [1, 2, 3, 4, 5, 6]
   assert sum(line["response_tokens"] * 16 for line in trained) == pytest.approx(found["trained_tokens"])
   assert {line["step"] for line in runs.lines(tmp_path / "run") if "eval_accuracy" in line} == {0, 3, 6}
-  for name in ("tensorboard", "rollouts/train.jsonl", "rollouts/eval.jsonl", "checkpoints", "timeline.jsonl", "config.json"):
+  for name in ("tensorboard", "rollouts/train.jsonl", "rollouts/eval.jsonl", "checkpoints", "timeline.jsonl",
+               "config.json"):
     assert (tmp_path / "run" / name).exists(), name
   assert "held-out accuracy before (8 problems)" in capsys.readouterr().out
   assert runs.run(config, tmp_path / "run") == 0  # again: the results, nothing is trained
@@ -148,7 +151,8 @@ def test_async_stop_and_resume_accounts_for_every_occurrence(tmp_path, monkeypat
   stopped_at = runs.lines(tmp_path / "run")[-1]["step"]
   assert stopped_at in (4, 5)  # a batch already in hand is trained too
   state = run_state.RunState(tmp_path / "run", keep=2)
-  meta = state._manager.restore(stopped_at, args=run_state.ocp.args.Composite(meta=run_state.ocp.args.JsonRestore()))["meta"]
+  meta = state._manager.restore(stopped_at,
+                                args=run_state.ocp.args.Composite(meta=run_state.ocp.args.JsonRestore()))["meta"]
   state.close()
   ledger = meta["exchange"]["ledger"]
   assert ledger["next"] == ledger["finished"] + ledger["dropped"] + len(ledger["pending"])
@@ -257,7 +261,8 @@ def test_shared_prompts_sample_what_copies_sample(tmp_path, monkeypatch):
 
 def test_an_int8_cache_with_recomputation_in_an_async_run(tmp_path, monkeypatch):
   runs.use_easy_reward(monkeypatch)
-  config = runs.short_config(sample__lane_samples=4, sample__cache_dtype="int8", sample__recompute_kv=True, eval__every_steps=3)
+  config = runs.short_config(sample__lane_samples=4, sample__cache_dtype="int8", sample__recompute_kv=True,
+                             eval__every_steps=3)
   assert runs.run(config, tmp_path) == 0
   assert 1e-6 < runs.results(tmp_path)["logprob_gap_max"] < 0.05
   assert [line["step"] for line in runs.lines(tmp_path) if "eval_accuracy" in line] == [0, 3, 6]
@@ -265,6 +270,8 @@ def test_an_int8_cache_with_recomputation_in_an_async_run(tmp_path, monkeypatch)
 
 def test_a_cache_that_cannot_fit_is_refused_with_its_bytes(tmp_path):
   config = runs.short_config(sample__slots=4_000_000_000, sft__steps=0)
-  with pytest.raises(ConfigError, match=r"memory: devices all would hold [\d,]{15,} bytes but have [\d,]+ \(.*searcher 0: cache of 4000000000 slots [\d,]+.*lower sample.slots"):
+  with pytest.raises(
+      ConfigError, match=r"memory: devices all would hold [\d,]{15,} bytes but have [\d,]+ "
+      r"\(.*searcher 0: cache of 4000000000 slots [\d,]+.*lower sample.slots"):
     runs.run(config, tmp_path)
   assert not (tmp_path / "checkpoints").exists() or not list((tmp_path / "checkpoints").iterdir())

@@ -37,7 +37,8 @@ def test_k_beyond_the_samples_is_refused(k):
 
 def test_wilson_interval():
   # Newcombe 1998, Statistics in Medicine 17: 81/263, 15/148, 0/20, 1/29 by the score method.
-  for successes, trials, low, high in ((81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)):
+  for successes, trials, low, high in ((81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611),
+                                       (1, 29, 0.0061, 0.1718)):
     assert wilson_interval(successes / trials, trials) == pytest.approx((low, high), abs=5e-5)
   assert wilson_interval(1.0, 10)[1] == pytest.approx(1.0)
 

@@ -19,7 +19,8 @@ def _row(arrival):
 def _packed(arrivals):
   rows = [_row(arrival) for arrival in arrivals]
   lengths = np.array([len(row["tokens"]) for row in rows], np.int32)
-  return lengths, {name: np.concatenate([row[name] for row in rows] or [np.zeros(0)]).astype(dtype) for name, dtype in COLUMNS.items()}
+  return lengths, {name: np.concatenate([row[name] for row in rows] or [np.zeros(0)]).astype(dtype)
+                   for name, dtype in COLUMNS.items()}
 
 
 def _checkpoint(store, alive):
@@ -39,7 +40,9 @@ def test_every_checkpoint_reads_back_its_rows_whatever_died_since(tmp_path, monk
     for _ in range(int(rng.integers(0, 20))):
       alive.add(next_arrival)
       next_arrival += 1
-    alive -= set(rng.choice(sorted(alive), size=int(rng.integers(0, len(alive) // 2 + 1)), replace=False).tolist()) if alive else set()
+    if alive:
+      num_lost = int(rng.integers(0, len(alive) // 2 + 1))
+      alive -= set(rng.choice(sorted(alive), size=num_lost, replace=False).tolist())
     _checkpoint(store, alive)
     checkpoints.append((store.names, sorted(alive)))
     kept = checkpoints[-2:]
@@ -73,12 +76,12 @@ def test_a_resumed_store_goes_on_where_the_checkpoint_was(tmp_path):
   assert sorted(path.name for path in tmp_path.iterdir()) == sorted(resumed.names)
 
 
-@pytest.mark.parametrize("damage, says", [
-    (lambda path: path.write_bytes(path.read_bytes()[:-3]), "is cut or damaged"),
-    (lambda path: path.write_bytes(path.read_bytes()[:-1] + b"\x00" if path.read_bytes()[-1] else path.read_bytes()[:-1] + b"\x01"), "is cut or damaged"),
-    (lambda path: path.write_bytes(b""), "cannot be read"),
-    (lambda path: path.unlink(), "cannot be read"),
-])
+@pytest.mark.parametrize(
+    "damage, says", [(lambda path: path.write_bytes(path.read_bytes()[:-3]), "is cut or damaged"),
+                     (lambda path: path.write_bytes(path.read_bytes()[:-1] + b"\x00"
+                                                    if path.read_bytes()[-1] else path.read_bytes()[:-1] + b"\x01"),
+                      "is cut or damaged"), (lambda path: path.write_bytes(b""), "cannot be read"),
+                     (lambda path: path.unlink(), "cannot be read"),])
 def test_damage_is_found(tmp_path, damage, says):
   store = segments.SegmentStore(tmp_path, COLUMNS)
   _checkpoint(store, range(10))

@@ -1,4 +1,5 @@
-"""The rule tables against every parameter that a model can have, placement against plain arrays, and the messages of what cannot be."""
+"""The rule tables against every parameter that a model can have, placement against plain arrays, and the messages of
+what cannot be."""
 
 from __future__ import annotations
 
@@ -32,16 +33,17 @@ def mesh_of(sizes: dict[str, int]) -> jax.sharding.Mesh:
 
 def tiny_config(**options) -> ModelConfig:
   fields = dict(
-    family="llama", vocab_size=41, num_embeddings=41, hidden_size=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4,
-    mlp_size=32, max_positions=32, norm_eps=1e-6, tie_embeddings=False, query_scale=0.5, rotary_dim=4,
+    family="llama", vocab_size=41, num_embeddings=41, hidden_size=16, num_layers=2, num_heads=4, num_kv_heads=2,
+    head_dim=4, mlp_size=32, max_positions=32, norm_eps=1e-6, tie_embeddings=False, query_scale=0.5, rotary_dim=4,
   )
   return ModelConfig(**{**fields, **options})
 
 
 EVERY_PARAMETER = [
-  tiny_config(qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True, post_norms=True),
-  tiny_config(norm="layer", gated_mlp=False, qkv_bias=True, o_bias=True, mlp_bias=True, positions="learned", rotary_dim=0, num_kv_heads=4),
-  tiny_config(tie_embeddings=True, norm="rms_plus_one"),
+    tiny_config(qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True, post_norms=True),
+    tiny_config(norm="layer", gated_mlp=False, qkv_bias=True, o_bias=True, mlp_bias=True, positions="learned",
+                rotary_dim=0, num_kv_heads=4),
+    tiny_config(tie_embeddings=True, norm="rms_plus_one"),
 ]
 
 
@@ -189,13 +191,17 @@ def test_few_kv_heads_and_odd_vocabularies_are_replicated_along_tensor():
 
 def test_what_the_rules_refuse():
   mesh = mesh_of(dict(data=1, fsdp=2, tensor=4))
-  with pytest.raises(ValueError, match=r"parameter 'layers/attn/q/lora' \(3, 4\) has no sharding rule; add one to PARAM_AXES"):
+  with pytest.raises(ValueError,
+                     match=r"parameter 'layers/attn/q/lora' \(3, 4\) has no sharding rule; add one to PARAM_AXES"):
     sharding.param_spec("layers/attn/q/lora", (3, 4), mesh)
-  with pytest.raises(ValueError, match="parameter 'my_embed/table' .* has no sharding rule"):  # the whole name must match
+  # The whole name must match.
+  with pytest.raises(ValueError, match="parameter 'my_embed/table' .* has no sharding rule"):
     sharding.param_spec("my_embed/table", (3, 4), mesh)
   with pytest.raises(ValueError, match=r"has shape \(16, 4, 8\), but its sharding rule names 4 axes"):
     sharding.param_spec("layers/attn/q/kernel", (16, 4, 8), mesh)
-  with pytest.raises(ValueError, match="'heads' dimension of 9 does not divide over tensor=4 devices; choose a size .* that divides 9"):
+  with pytest.raises(
+      ValueError,
+      match="'heads' dimension of 9 does not divide over tensor=4 devices; choose a size .* that divides 9"):
     sharding.param_spec("layers/attn/q/kernel", (3, 16, 9, 8), mesh)
   with pytest.raises(ValueError, match="'embed' dimension of 15 does not divide over fsdp=2"):
     sharding.param_spec("layers/attn/q/kernel", (3, 15, 8, 8), mesh)
@@ -207,7 +213,8 @@ def test_meshes():
   assert sharding.num_batch_shards(None) == 1
   with pytest.raises(ValueError, match="data=1, fsdp=-1, tensor=3 does not fit 8 devices"):
     sharding.make_mesh(jax.devices()[:8], tensor=3)
-  with pytest.raises(ValueError, match="data=2, fsdp=2, tensor=1 does not fit 8 devices; the product of the sizes must be 8"):
+  with pytest.raises(ValueError,
+                     match="data=2, fsdp=2, tensor=1 does not fit 8 devices; the product of the sizes must be 8"):
     sharding.make_mesh(jax.devices()[:8], data=2, fsdp=2)
   with pytest.raises(ValueError, match="at most one of them -1"):
     sharding.make_mesh(jax.devices()[:8], data=-1)
@@ -248,8 +255,10 @@ def test_split_devices_with_sharing():
   [
     (dict(trainer=4, searchers=2, per_searcher=3, share=False),
      "more exclusive devices than exist: 4 for the trainer and 2 searchers x 3 need 10, found 8; lower .* share=True"),
-    (dict(trainer=-1, searchers=8, per_searcher=1, share=False), "at least 1 for the trainer and 8 searchers x 1 need 9, found 8"),
-    (dict(trainer=9, searchers=1, per_searcher=1, share=True), "trainer=9 needs more devices than exist: found 8; lower trainer"),
+    (dict(trainer=-1, searchers=8, per_searcher=1, share=False), "at least 1 for the trainer and 8 searchers x 1 need "
+                                                                 "9, found 8"),
+    (dict(trainer=9, searchers=1, per_searcher=1, share=True), "trainer=9 needs more devices than exist: found 8; "
+                                                               "lower trainer"),
     (dict(trainer=1, searchers=1, per_searcher=9, share=True), "per_searcher=9 needs more devices than exist: found 8"),
     (dict(trainer=0, searchers=1, per_searcher=1, share=True), "trainer=0 must be at least 1 device, or -1"),
     (dict(trainer=1, searchers=0, per_searcher=1, share=True), "searchers=0 must be at least 1"),

@@ -1,4 +1,5 @@
-"""Real signals to a real process: it finishes the step, writes a checkpoint, exits 0, and the same command goes on to the same bits."""
+"""Real signals to a real process: it finishes the step, writes a checkpoint, exits 0, and the same command goes on to
+the same bits."""
 
 from __future__ import annotations
 
@@ -15,14 +16,14 @@ import runs
 
 REPO = pathlib.Path(__file__).resolve().parent.parent
 # An untrained model seldom stops, so responses are scored as they are; nothing is learnt, everything is exercised.
-SHORT = ("--config=configs/quickstart.py:smoke", "--config.sft.steps=0", "--config.train.steps=14", "--config.eval.size=8",
-         "--config.sample.truncated=score", "--config.checkpoint.every_steps=0")
+SHORT = ("--config=configs/quickstart.py:smoke", "--config.sft.steps=0", "--config.train.steps=14",
+         "--config.eval.size=8", "--config.sample.truncated=score", "--config.checkpoint.every_steps=0")
 
 
 def _start(workdir, *flags, cache):
   env = dict(os.environ, JAX_PLATFORMS="cpu", JAX_COMPILATION_CACHE_DIR=str(cache), XLA_FLAGS="")
-  return subprocess.Popen([sys.executable, "-m", "tba_jax.main", f"--workdir={workdir}", *SHORT, *flags], cwd=REPO, env=env,
-                          stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+  return subprocess.Popen([sys.executable, "-m", "tba_jax.main", f"--workdir={workdir}", *SHORT, *flags], cwd=REPO,
+                          env=env, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def _wait_for_step(process, workdir, step):
@@ -51,7 +52,8 @@ def test_sigterm_in_lockstep_resumes_to_the_bits_of_the_unbroken_run(tmp_path, c
   began = time.monotonic()
   _, said = process.communicate(timeout=60)
   assert process.returncode == 0 and time.monotonic() - began < 10, said
-  assert "SIGTERM: stopping after this step, with a checkpoint once a step is done" in said and "by SIGTERM; the same command resumes from" in said
+  assert "SIGTERM: stopping after this step, with a checkpoint once a step is done" in said
+  assert "by SIGTERM; the same command resumes from" in said
   assert not (broken / "results.json").exists()
   process = _start(broken, "--config.runtime.mode=lockstep", cache=cache)
   _, said = process.communicate(timeout=300)

@@ -17,8 +17,11 @@ REPO = pathlib.Path(__file__).resolve().parent.parent
 @pytest.mark.parametrize("name", ["quickstart:smoke", "math:smoke", "tldr:smoke", "sft_gsm8k:smoke"])
 def test_smoke(name, tmp_path):
   config, _, arg = name.partition(":")
-  command = [sys.executable, "-m", "tba_jax.main", f"--config=configs/{config}.py:{arg}", f"--workdir={tmp_path / 'run'}"]
-  result = subprocess.run(command, cwd=REPO, env={**os.environ, "XLA_FLAGS": ""}, capture_output=True, text=True, timeout=900)
+  command = [
+      sys.executable, "-m", "tba_jax.main", f"--config=configs/{config}.py:{arg}", f"--workdir={tmp_path / 'run'}"
+  ]
+  result = subprocess.run(command, cwd=REPO, env={**os.environ, "XLA_FLAGS": ""}, capture_output=True, text=True,
+                          timeout=900)
   assert result.returncode == 0, result.stderr[-3_000:]
   results = json.loads((tmp_path / "run" / "results.json").read_text())
   assert results["skipped_updates"] == 0 and results["steps"] >= (0 if name == "sft_gsm8k:smoke" else 2)

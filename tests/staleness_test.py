@@ -1,4 +1,5 @@
-"""The bound on staleness: exact at the boundary, and kept without losing groups to age. A simulated clock, no model, no device."""
+"""The bound on staleness: exact at the boundary, and kept without losing groups to age. A simulated clock, no model, no
+device."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ MAX_TOKENS = 256
 
 
 def _buffer(order, max_staleness):
-  return ReplayBuffer(capacity=10_000, capacity_per_prompt=100, max_prompt_tokens=1, max_response_tokens=MAX_TOKENS, seed=0,
-                      recent_fraction=0.5, max_staleness=max_staleness, order=order, dedup=False)
+  return ReplayBuffer(capacity=10_000, capacity_per_prompt=100, max_prompt_tokens=1, max_response_tokens=MAX_TOKENS,
+                      seed=0, recent_fraction=0.5, max_staleness=max_staleness, order=order, dedup=False)
 
 
 def _group(number, versions, lengths, *, newer_tokens=0):
@@ -26,8 +27,8 @@ def _group(number, versions, lengths, *, newer_tokens=0):
   zeros = np.zeros(shape, np.float32)
   per_token = np.asarray(versions, np.int32)[:, None] + newer_tokens * np.arange(shape[1], dtype=np.int32)
   return RolloutGroup(
-      prompt_id=number, occurrence=number, attempt=0, prompt=np.array([1], np.int32), tokens=np.zeros(shape, np.int32), lengths=lengths,
-      log_mu=zeros, log_ref=zeros, versions=per_token, rewards=np.zeros(len(lengths), np.float32),
+      prompt_id=number, occurrence=number, attempt=0, prompt=np.array([1], np.int32), tokens=np.zeros(shape, np.int32),
+      lengths=lengths, log_mu=zeros, log_ref=zeros, versions=per_token, rewards=np.zeros(len(lengths), np.float32),
       truncated=np.zeros(len(lengths), bool), ref_version=0, temperature=1.0)
 
 
@@ -49,8 +50,8 @@ def test_a_row_is_kept_at_the_limit_and_dropped_one_beyond_by_its_oldest_token(o
 
 def test_a_batch_drawn_ahead_is_checked_at_the_version_it_will_be_trained_at():
   buffer = _buffer("fifo", max_staleness=2)
-  exchange = Exchange(ledger=PromptLedger(50, seed=0), buffer=buffer, groups_per_step=1, responses_per_prompt=2, fill_responses=0,
-                      max_staleness=2, max_lead_steps=-1, hang_secs=60.0, say=print)
+  exchange = Exchange(ledger=PromptLedger(50, seed=0), buffer=buffer, groups_per_step=1, responses_per_prompt=2,
+                      fill_responses=0, max_staleness=2, max_lead_steps=-1, hang_secs=60.0, say=print)
   for _ in range(2):
     occurrence = exchange.try_start(version=0)
     exchange.bring(occurrence, _group(occurrence.occurrence, [0, 0], np.array([1, 1], np.int32)))
@@ -60,11 +61,13 @@ def test_a_batch_drawn_ahead_is_checked_at_the_version_it_will_be_trained_at():
 
 
 def _simulate(*, max_staleness, groups_per_step, running, step_secs, sync_every=1, seed=0, steps=250):
-  """Searchers that sample `running` groups at once, responses of log-normal lengths, a trainer that draws whenever it can."""
+  """Searchers that sample `running` groups at once, responses of log-normal lengths, a trainer that draws whenever it
+  can."""
   rng = np.random.default_rng(seed)
   buffer = _buffer("fifo", max_staleness)
-  exchange = Exchange(ledger=PromptLedger(100_000, seed=0), buffer=buffer, groups_per_step=groups_per_step, responses_per_prompt=4,
-                      fill_responses=0, max_staleness=max_staleness, max_lead_steps=-1, hang_secs=60.0, say=print)
+  exchange = Exchange(ledger=PromptLedger(100_000, seed=0), buffer=buffer, groups_per_step=groups_per_step,
+                      responses_per_prompt=4, fill_responses=0, max_staleness=max_staleness, max_lead_steps=-1,
+                      hang_secs=60.0, say=print)
   now = waited = 0.0
   version = published = 0
   under_way, trained_at = [], None
@@ -91,8 +94,10 @@ def _simulate(*, max_staleness, groups_per_step, running, step_secs, sync_every=
       _, _, occurrence, began, lengths = heapq.heappop(under_way)
       exchange.bring(occurrence, _group(occurrence.occurrence, [began] * 4, lengths))
       generated += lengths.tolist()
-  return {"lost_tokens": buffer.stats()["evicted_age_unused_tokens"], "generated": np.array(generated), "trained": np.array(trained),
-          "max_staleness": max(staleness), "waited": waited / now}
+  return {
+      "lost_tokens": buffer.stats()["evicted_age_unused_tokens"], "generated": np.array(generated),
+      "trained": np.array(trained), "max_staleness": max(staleness), "waited": waited / now
+  }
 
 
 @pytest.mark.parametrize("case", [
@@ -103,7 +108,8 @@ def _simulate(*, max_staleness, groups_per_step, running, step_secs, sync_every=
     dict(max_staleness=4, groups_per_step=4, running=16, step_secs=0.5, sync_every=2),
 ], ids=str)
 def test_with_admission_and_oldest_first_use_nothing_is_lost_to_age_and_long_responses_are_trained_as_often(case):
-  """Drawing whatever is there, instead of waiting for the long ones whose turn it is, loses 8 to 20% of the rows here, the long ones."""
+  """Drawing whatever is there, instead of waiting for the long ones whose turn it is, loses 8 to 20% of the rows here,
+  the long ones."""
   found = _simulate(**case)
   assert found["lost_tokens"] < 0.02 * found["generated"].sum(), found
   assert found["max_staleness"] <= case["max_staleness"]

@@ -41,7 +41,8 @@ def _searcher(reward, truncated):
   return Searcher(
     index=0, engine=None, eval_engine=None, slots=4, score=None, score_decode_layout=None, reference=None,
     ref_version=0, prompts=[PROMPT], reward=reward,
-    eval_reward=reward, response_text=lambda tokens: "".join(map(str, tokens)), settings=settings, temperature=1.0, span=None,
+    eval_reward=reward, response_text=lambda tokens: "".join(map(str, tokens)), settings=settings, temperature=1.0,
+    span=None,
   )
 
 

@@ -25,8 +25,8 @@ POST = tldr.Post("lost", "My hat", "I lost my hat.\nIn the bus.\nLast week.", "L
 
 
 def _task(**options):
-  settings = dict(max_prompt_tokens=128, jsonl_folder="", num_generated=8, seed=0, reward_model="", gold_reward_model="",
-                  reward_dtype="float32")  # fmt: skip
+  settings = dict(max_prompt_tokens=128, jsonl_folder="", num_generated=8, seed=0, reward_model="",
+                  gold_reward_model="", reward_dtype="float32")  # fmt: skip
   return tldr.TldrTask(options.pop("tokenizer", None), **(settings | options))
 
 
@@ -51,8 +51,8 @@ def _reference_scores(folder, rows):
 
 
 @pytest.mark.parametrize("room, body", [
-  (100, POST.post), (37, POST.post), (36, "I lost my hat.\nIn the bus."), (14, "I lost my hat."), (13, "I lost my"), (6, "I lost"),
-  (0, ""), (-1, ""),
+  (100, POST.post), (37, POST.post), (36, "I lost my hat.\nIn the bus."), (14, "I lost my hat."), (13, "I lost my"),
+  (6, "I lost"), (0, ""), (-1, ""),
 ])
 def test_posts_are_cut_at_newlines_then_at_spaces(room, body):
   tokenizer = make_character_tokenizer()
@@ -116,8 +116,9 @@ def test_a_reward_model_over_a_mesh_scores_the_same(reward_model):
   rows = [np.arange(5, n, dtype=np.int32) for n in (20, 70)]
   on_mesh = load_beside(str(reward_model), mesh, tokenizer, dtype=jnp.float32)
   assert any(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(on_mesh._params))
-  np.testing.assert_allclose(on_mesh(rows), load_beside(str(reward_model), jax.devices()[3], tokenizer, dtype=jnp.float32)(rows),
-                             atol=1e-5)  # fmt: skip
+  np.testing.assert_allclose(on_mesh(rows),
+                             load_beside(str(reward_model),
+                                         jax.devices()[3], tokenizer, dtype=jnp.float32)(rows), atol=1e-5)  # fmt: skip
 
 
 def test_another_vocabulary_is_refused(reward_model):
@@ -132,7 +133,8 @@ def test_real_posts_fit(shared_data, tmp_path):
   task = _task(jsonl_folder=str(tmp_path), num_generated=0, max_prompt_tokens=512)
   assert len(task.train_prompts()) == 60 and max(len(prompt.tokens) for prompt in task.train_prompts()) <= 512
   assert any(len(prompt.tokens) < 300 for prompt in task.train_prompts())
-  assert all(prompt.text.endswith("\n\nTL;DR:") and prompt.text.startswith("SUBREDDIT: r/") for prompt in task.train_prompts())
+  assert all(prompt.text.endswith("\n\nTL;DR:") and prompt.text.startswith("SUBREDDIT: r/")
+             for prompt in task.train_prompts())
 
 
 @pytest.mark.parametrize("row, line", [

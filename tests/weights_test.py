@@ -15,7 +15,8 @@ from tba_jax.deadlines import Hung
 
 
 def _store(devices):
-  return weights.WeightStore(jax.jit(lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree)), devices, timeout_secs=30.0)
+  return weights.WeightStore(jax.jit(lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree)), devices,
+                             timeout_secs=30.0)
 
 
 def test_published_weights_survive_donation_on_a_shared_device():
@@ -79,7 +80,8 @@ def test_a_transfer_that_hangs_raises_in_time_and_says_what_it_waited_for(monkey
   release = threading.Event()
   monkeypatch.setattr(jax, "block_until_ready", lambda tree: release.wait(30))
   store.publish({"a": jnp.ones(4)}, 2)
-  with pytest.raises(Hung, match=r"weights of version 2 have not arrived at the searchers after 0.3 s \(thread weights"):
+  with pytest.raises(Hung,
+                     match=r"weights of version 2 have not arrived at the searchers after 0.3 s \(thread weights"):
     store.join()
   assert store.latest(0).version == 1
   release.set()

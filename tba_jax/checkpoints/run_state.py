@@ -1,12 +1,13 @@
-"""One atomic checkpoint of a run, by orbax: what the optimizer, the searchers, the buffer and the counters need to go on as if unbroken.
+"""One atomic checkpoint of a run, by orbax: what the optimizer, the searchers, the buffer and the counters need to go
+on as if unbroken.
 
-Under `<workdir>/checkpoints/<step>/`: `train` (TrainState; with LoRA its parameters are the adapters), `published` (what
-was moved to searchers, when they did not hold the trainer's newest), `buffer` (index, counts and priorities of the replay buffer's
-live rows) and `meta` (ledger, random generators, counters; JSON). The tokens of the rows are in the segment files of
-`<workdir>/rollout_segments/`, of which `meta` holds the list: segments are written first, then the step, and what no step needs is
-removed last. Beside the steps,
-`<workdir>/initial/` holds the parameters of version 0, which are the reference policy, and `<workdir>/model/` the model's
-config.json and tokenizer, so that a workdir can be resumed and exported without the folder that the model came from.
+Under `<workdir>/checkpoints/<step>/`: `train` (TrainState; with LoRA its parameters are the adapters), `published`
+(what was moved to searchers, when they did not hold the trainer's newest), `buffer` (index, counts and priorities of
+the replay buffer's live rows) and `meta` (ledger, random generators, counters; JSON). The tokens of the rows are in the
+segment files of `<workdir>/rollout_segments/`, of which `meta` holds the list: segments are written first, then the
+step, and what no step needs is removed last. Beside the steps, `<workdir>/initial/` holds the parameters of version 0,
+which are the reference policy, and `<workdir>/model/` the model's config.json and tokenizer, so that a workdir can be
+resumed and exported without the folder that the model came from.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from tba_jax.checkpoints.segments import SegmentStore
 from tba_jax.deadlines import Hung, join_thread
 from tba_jax.types import TrainState
 
-SEGMENT_COLUMNS = {"tokens": np.int32, "log_mu": np.float32, "log_ref": np.float32}  # of the buffer's arrays: those that segments hold
+# Of the buffer's arrays: those that segments hold.
+SEGMENT_COLUMNS = {"tokens": np.int32, "log_mu": np.float32, "log_ref": np.float32}
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}  # what a full or failing disk says
 _EMPTY = "empty_arrays"  # orbax refuses arrays of size 0; their shapes travel in the meta item
 
@@ -93,7 +95,8 @@ class _LastAndBest(ocp.checkpoint_managers.PreservationPolicy):
 class RunState:
   """Saves and restores the checkpoints of one workdir; saving goes on in the background while training continues.
 
-  A checkpoint that a full or failing disk refuses is said loudly and counted in `num_failed`; older ones stay, training goes on.
+  A checkpoint that a full or failing disk refuses is said loudly and counted in `num_failed`; older ones stay, training
+  goes on.
   """
 
   def __init__(
@@ -109,7 +112,8 @@ class RunState:
     self._policy = _LastAndBest(keep)
     self._manager = ocp.CheckpointManager(
         self.workdir / "checkpoints",
-        options=ocp.CheckpointManagerOptions(preservation_policy=self._policy, enable_async_checkpointing=False, create=True),
+        options=ocp.CheckpointManagerOptions(preservation_policy=self._policy, enable_async_checkpointing=False,
+                                             create=True),
     )
     # With a product for XLA's CPU backend, which would run a program of copies alone before it returns.
     self._copy = jax.jit(lambda tree, few: (jax.tree.map(jnp.copy, tree), few @ few))
@@ -126,7 +130,8 @@ class RunState:
   def save(self, snapshot: Snapshot, *, wait: bool = False) -> None:
     """Writes one step; it counts only when all of it is on disk.
 
-    Raises: what an earlier background write failed with, or with `wait` this one, other than for the disk; Hung if it takes too long.
+    Raises: what an earlier background write failed with, or with `wait` this one, other than for the disk; Hung if it
+      takes too long.
     """
     self.join()
     if snapshot.step not in self._manager.all_steps():
@@ -149,14 +154,16 @@ class RunState:
         raise
       self.num_failed += 1
       stands = max(self._manager.all_steps(), default=None)
-      self.say(f"error: the checkpoint of step {snapshot.step} could not be written ({reason}); training goes on, "
-               + (f"the checkpoint of step {stands} stands" if stands is not None else "there is no older one") + "; make room on the disk")
+      self.say(f"error: the checkpoint of step {snapshot.step} could not be written ({reason}); training goes on, " +
+               (f"the checkpoint of step {stands} stands" if stands is not None else "there is no older one") +
+               "; make room on the disk")
 
   def _write_segments(self, buffer: dict[str, np.ndarray]) -> None:
     if not buffer:
       return
     chosen = np.isin(buffer["rows"], buffer["token_rows"], assume_unique=True)  # in one order in both
-    self._segments.write(buffer["key"][chosen], buffer["length"][chosen], {name: buffer[name] for name in SEGMENT_COLUMNS})
+    self._segments.write(buffer["key"][chosen], buffer["length"][chosen],
+                         {name: buffer[name] for name in SEGMENT_COLUMNS})
 
   def _write_step(self, snapshot: Snapshot) -> None:
     index = {name: array for name, array in snapshot.buffer.items() if name not in (*SEGMENT_COLUMNS, "token_rows")}
@@ -182,10 +189,11 @@ class RunState:
     self._segments.remove_except({name for step in steps for name in self._names_of_step[step]})
 
   def restore(self, train_state: TrainState, published: Any, reference: Any = None) -> Snapshot | None:
-    """The newest readable step, or None where there is none; a step that cannot be read is reported and the one before it tried.
+    """The newest readable step, or None where there is none; a step that cannot be read is reported and the one before
+    it tried.
 
-    Args: shapes, dtypes and shardings (ShapeDtypeStruct trees) of the train state, of one searcher's weights, and of a reference
-      that moves.
+    Args: shapes, dtypes and shardings (ShapeDtypeStruct trees) of the train state, of one searcher's weights, and of a
+      reference that moves.
     Raises: RuntimeError if there are steps and none can be read.
     """
     steps = sorted(self._manager.all_steps(), reverse=True)
@@ -193,11 +201,12 @@ class RunState:
       try:
         return self._restore_step(step, train_state, published, reference)
       except Exception as error:  # whatever a damaged file makes orbax raise: the step before it may be whole
-        logging.error("checkpoint of step %d cannot be read (%s: %s); trying the one before", step, type(error).__name__,
+        logging.error("checkpoint of step %d cannot be read (%s: %s); trying the one before", step,
+                      type(error).__name__,
                       str(error).splitlines()[0] if str(error) else "")
     if steps:
-      raise RuntimeError(f"{self.workdir}/checkpoints: none of the steps {steps} can be read; restore them from a copy, or start "
-                         "in a new workdir")
+      raise RuntimeError(f"{self.workdir}/checkpoints: none of the steps {steps} can be read; restore them from a "
+                         "copy, or start in a new workdir")
     return None
 
   def _restore_step(self, step: int, train_state: TrainState, published: Any, reference: Any) -> Snapshot:
@@ -239,8 +248,8 @@ class RunState:
     if writing is None:
       return
     if not join_thread(writing.thread, secs=self._timeout_secs):
-      raise Hung(f"the checkpoint of step {writing.step} is not written after {self._timeout_secs:g} s (thread {writing.thread.name}, "
-                 f"runtime.hang_secs={self._timeout_secs:g})")
+      raise Hung(f"the checkpoint of step {writing.step} is not written after {self._timeout_secs:g} s (thread "
+                 f"{writing.thread.name}, runtime.hang_secs={self._timeout_secs:g})")
     if writing.error is not None:
       raise writing.error
 

@@ -1,7 +1,7 @@
 """Rows of the replay buffer on disk: immutable, checksummed files that are added and removed whole, never changed.
 
-A row is written once, by the first checkpoint that finds it alive, under a key that changes if its contents do. So a checkpoint costs
-what is new, not what is there. It knows nothing of buffers: rows are keys, lengths and packed columns.
+A row is written once, by the first checkpoint that finds it alive, under a key that changes if its contents do. So a
+checkpoint costs what is new, not what is there. It knows nothing of buffers: rows are keys, lengths and packed columns.
 
 A file is one line of JSON {"bytes", "checksum"} and then arrays in the safetensors format.
 """
@@ -74,7 +74,8 @@ class SegmentStore:
     ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     for first in range(0, len(keys), SEGMENT_ROWS):
       last = min(first + SEGMENT_ROWS, len(keys))
-      arrays = {name: np.ascontiguousarray(columns[name][ends[first]:ends[last]], dtype) for name, dtype in self._columns.items()}
+      arrays = {name: np.ascontiguousarray(columns[name][ends[first]:ends[last]], dtype)
+                for name, dtype in self._columns.items()}
       arrays |= {"key": np.ascontiguousarray(keys[first:last]), "length": np.ascontiguousarray(lengths[first:last])}
       name = f"{int(keys[first]):012d}-{secrets.token_hex(4)}.rows"  # a resumed run may repeat keys, never names
       self._write_file(name, safetensors.numpy.save(arrays))
@@ -122,8 +123,8 @@ class SegmentStore:
       starts = np.cumsum(arrays["length"], dtype=np.int64) - arrays["length"]
       parts.append((places, starts[chosen], arrays["length"][chosen], arrays))
     if wanted.any():
-      raise DamagedSegment(f"{self._folder}: {int(wanted.sum())} rows of the buffer are in none of the {len(names)} segments that the "
-                           "checkpoint lists")
+      raise DamagedSegment(f"{self._folder}: {int(wanted.sum())} rows of the buffer are in none of the {len(names)} "
+                           "segments that the checkpoint lists")
     columns = self._gather(parts, len(keys))
     self._segments = segments
     return columns
@@ -150,7 +151,8 @@ class SegmentStore:
     except (OSError, ValueError) as error:
       raise DamagedSegment(f"{path} cannot be read ({error})") from error
     if len(payload) != header["bytes"] or _checksum(payload) != header["checksum"]:
-      raise DamagedSegment(f"{path} is cut or damaged: {len(payload)} bytes of {header['bytes']}, or their checksum is another")
+      raise DamagedSegment(f"{path} is cut or damaged: {len(payload)} bytes of {header['bytes']}, or their checksum is "
+                           "another")
     return safetensors.numpy.load(payload)
 
   def remove_except(self, names: Collection[str]) -> None:

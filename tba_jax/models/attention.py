@@ -67,7 +67,8 @@ def over_sequences(positions: jax.Array, segment_ids: jax.Array, *, scale: float
   Raises: ValueError for an unknown backend, and for a soft cap that the backend cannot do.
   """
   if backend not in kernels.TRAIN_BACKENDS:
-    raise ValueError(f"attention backend {backend!r} is unknown; it must be one of {', '.join(kernels.TRAIN_BACKENDS)}.")
+    raise ValueError(f"attention backend {backend!r} is unknown; it must be one of "
+                     f"{', '.join(kernels.TRAIN_BACKENDS)}.")
   if backend == "splash":
 
     def splash(q: jax.Array, k: jax.Array, v: jax.Array, sliding: bool | jax.Array) -> jax.Array:

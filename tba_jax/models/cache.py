@@ -71,7 +71,8 @@ def write_front(cache: Cache, new: Cache) -> Cache:
   """`new`, of as many rows, over the first entries of `cache`. Raises: ValueError if it has more entries."""
   if num_entries(new) > num_entries(cache):
     raise ValueError(
-      f"prompts padded to {num_entries(new)} tokens do not fit a cache of {num_entries(cache)} slots; lengthen the cache."
+      f"prompts padded to {num_entries(new)} tokens do not fit a cache of {num_entries(cache)} slots; lengthen the "
+      "cache."
     )
   return jax.tree.map(lambda old, x: jax.lax.dynamic_update_slice(old, x, (0,) * old.ndim), cache, new)
 

@@ -36,7 +36,8 @@ def token_logprobs(params: Params, cfg: ModelConfig, tokens: jax.Array, position
     segment and at padding.
   """
   hidden = hidden_states(
-    params, cfg, tokens, positions, segment_ids, dtype=dtype, remat=remat, backend=backend, mesh=mesh, constrain=constrain
+    params, cfg, tokens, positions, segment_ids, dtype=dtype, remat=remat, backend=backend, mesh=mesh,
+    constrain=constrain
   )
   scored = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] > 0)
   head = {name: params[name] for name in ("embed", "lm_head") if name in params}

@@ -41,8 +41,8 @@ def check_sample_backend(cfg: ModelConfig, backend: str) -> None:
   """Raises ValueError for a model that "paged" cannot decode: its kernel knows no sliding window."""
   num_sliding = sum(cfg.sliding_layers)
   if backend == "paged" and num_sliding:
-    raise ValueError(f"'paged' has no sliding window, but {num_sliding} of this model's {cfg.num_layers} layers see only "
-                     f"{cfg.window} tokens; use xla.")
+    raise ValueError(f"'paged' has no sliding window, but {num_sliding} of this model's {cfg.num_layers} layers see "
+                     f"only {cfg.window} tokens; use xla.")
 
 
 # --- Whole sequences ---
@@ -115,8 +115,8 @@ def decode_attention(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Arra
   """One query a row against the row's cache, of which only the blocks up to its length are read, where they lie.
 
   Args:
-    q: [B, Q, H]. k, v: bfloat16 [B, K, S, C], the cache as the model keeps it: C = `cache_width(H)`, zeros beyond H, and
-      S a multiple of 16, best `cache_length(...)`.
+    q: [B, Q, H]. k, v: bfloat16 [B, K, S, C], the cache as the model keeps it: C = `cache_width(H)`, zeros beyond H,
+      and S a multiple of 16, best `cache_length(...)`.
     lengths: int32 [B], slots that the row sees, in 1..S; less counts as 1 and more as S.
     scale: of the scores; multiplied into q. softcap: c * tanh(scores / c), or None.
     mesh: rows are split over "data" and "fsdp", heads over "tensor".

@@ -3,9 +3,9 @@ several threads.
 
 Two orders. "tba" (Bartoldson et al. 2025, section 4): a coin per prompt of the batch, with probability
 `recent_fraction` a prompt whose responses arrived lately, newest responses first; otherwise a prompt uniformly and its
-responses by priority. "fifo": whole sampling groups, each exactly once, those of the oldest weights first and among these
-those that came first: a long response that comes late is not overtaken for good. The buffer does not wait: who wants a
-batch asks `can_draw` or catches `NotEnoughData`.
+responses by priority. "fifo": whole sampling groups, each exactly once, those of the oldest weights first and among
+these those that came first: a long response that comes late is not overtaken for good. The buffer does not wait: who
+wants a batch asks `can_draw` or catches `NotEnoughData`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from tba_jax.types import Draw, RolloutGroup
 
 _COUNTERS = (
   "added", "duplicates", "evicted_capacity", "evicted_prompt_capacity", "evicted_age", "evicted_age_unused",
-  "evicted_age_unused_tokens", "evicted_uses", "discarded", "rows_drawn", "groups_drawn", "groups_short", "prompts_skipped",
+  "evicted_age_unused_tokens", "evicted_uses", "discarded", "rows_drawn", "groups_drawn", "groups_short",
+  "prompts_skipped",
   "recent_misses", "priorities_too_late", "rescored",
 )
 
@@ -99,7 +100,8 @@ class ReplayBuffer:
     self._index = ResponseIndex(capacity) if self._dedup else None
     self._by_version = VersionIndex(capacity) if self._max_staleness >= 0 else None
     self._num_groups = 0  # queued, "fifo" only
-    self._queue: list[tuple[int, int, int]] = []  # heap of oldest version, first arrival, first row; groups that left stay in it
+    # Heap of oldest version, first arrival, first row; groups that left stay in it.
+    self._queue: list[tuple[int, int, int]] = []
     self._choice = TbaChoice(  # of nothing in "fifo"
       self._store,
       capacity=capacity,
@@ -157,7 +159,8 @@ class ReplayBuffer:
       self._ref_version = int(ref_version)
 
   def update_log_ref(self, rows: np.ndarray, log_ref: np.ndarray, *, ref_version: int) -> None:
-    """Sets log_ref [n, T] of rows by their handles `Draw.rows`, as a reference scored them; what has left is passed over."""
+    """Sets log_ref [n, T] of rows by their handles `Draw.rows`, as a reference scored them; what has left is passed
+    over."""
     with self._lock:
       live = self._store.is_live(rows)
       kept = rows[live] % self._capacity
@@ -252,9 +255,11 @@ class ReplayBuffer:
       }
 
   def age_losses(self) -> dict[str, dict[str, int]]:
-    """By the power of two that a response's length does not exceed: rows "added", and rows "lost": too old before their first use.
+    """By the power of two that a response's length does not exceed: rows "added", and rows "lost": too old before their
+    first use.
 
-    Counted while there is a `max_staleness`; empty without. What is lost must not be of one length: that would be a bias.
+    Counted while there is a `max_staleness`; empty without. What is lost must not be of one length: that would be a
+    bias.
     """
     with self._lock:
       return {str(bucket): dict(self._by_length[bucket]) for bucket in sorted(self._by_length)}

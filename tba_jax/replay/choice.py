@@ -1,4 +1,5 @@
-"""What order "tba" draws from: the rows of each prompt, and which prompts (with one prompt: which rows) may be chosen."""
+"""What order "tba" draws from: the rows of each prompt, and which prompts (with one prompt: which rows) may be chosen.
+"""
 
 from __future__ import annotations
 

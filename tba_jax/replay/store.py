@@ -188,7 +188,8 @@ class RowStore:
   def live_by_arrival(self) -> np.ndarray:
     """All live rows, oldest first; O(n log n), for saving and loading only."""
     rows = np.flatnonzero(self.arrival[: self._next_row] >= 0)
-    return rows[np.argsort(self.arrival[rows], kind="stable")]  # rows are filled in order and in turn: long runs, which it merges
+    # Rows are filled in order and in turn: long runs, which it merges.
+    return rows[np.argsort(self.arrival[rows], kind="stable")]
 
   def gather(
     self, groups: Sequence[np.ndarray], weights: Sequence[float], *, num_rows: int, version: int, ref_version: int

@@ -1,7 +1,8 @@
-"""Where searchers and the trainer meet: the ledger of prompts, the replay buffer and flow control, behind one condition variable.
+"""Where searchers and the trainer meet: the ledger of prompts, the replay buffer and flow control, behind one condition
+variable.
 
-Searchers ask to start a group and bring finished ones; the trainer asks for batches. Every wait is metered, gives up when the run is
-stopped, and says what it waits for when it takes long. Nothing is held while a device works.
+Searchers ask to start a group and bring finished ones; the trainer asks for batches. Every wait is metered, gives up
+when the run is stopped, and says what it waits for when it takes long. Nothing is held while a device works.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class Exchange:
     fill_responses: responses that must have arrived before the first batch is drawn.
     max_staleness: admission bound in updates, -1: none.
     hang_secs: the trainer's wait raises after so long without a group that ended or is being sampled.
-    max_lead_steps: searchers stop when the groups sampled are so many steps' worth more than the groups drawn, -1: they run free.
+    max_lead_steps: searchers stop when the groups sampled are so many steps' worth more than the groups drawn, -1: they
+      run free.
     say: prints a line for the user.
   """
 
@@ -60,10 +62,12 @@ class Exchange:
     self._groups_per_step, self._responses_per_prompt = groups_per_step, responses_per_prompt
     self._fill_responses, self._max_staleness, self._max_lead_steps = fill_responses, max_staleness, max_lead_steps
     self._hang_secs, self._say = hang_secs, say
-    self.on_event: Callable[[dict[str, Any]], None] = lambda event: None  # told of everything in its order, see runtime/order.py
+    # Told of everything in its order, see runtime/order.py.
+    self.on_event: Callable[[dict[str, Any]], None] = lambda event: None
     self.num_events = 0
     self._oldest_first = buffer.order == "fifo"
-    self._held: dict[int, tuple[Occurrence, int, int]] = {}  # by number: occurrences being sampled, whose, from which version on
+    # By number: occurrences being sampled, whose, from which version on.
+    self._held: dict[int, tuple[Occurrence, int, int]] = {}
     self._disowned: set[int] = set()
     self.num_late_groups = 0  # brought by a searcher that had been given up
     self._changed = threading.Condition()  # over an RLock: describe() is also called with it held
@@ -120,7 +124,8 @@ class Exchange:
         groups_per_step=self._groups_per_step, max_staleness=self._max_staleness)
 
   def _lead_is_reached(self) -> bool:
-    """The lead is what was sampled less what was drawn. Groups that no draw has touched would not do: TBA's draw leaves some for ever."""
+    """The lead is what was sampled less what was drawn. Groups that no draw has touched would not do: TBA's draw leaves
+    some for ever."""
     ledger = self.ledger.stats()
     running = ledger["in_flight"]
     filled = self._num_arrived + running * self._responses_per_prompt >= self._fill_responses
@@ -160,7 +165,8 @@ class Exchange:
     self._changed.notify_all()
 
   def disown(self, owner: int) -> list[Occurrence]:
-    """An owner is given up: others will take what it was sampling, with fresh keys; it may start nothing and bring nothing more."""
+    """An owner is given up: others will take what it was sampling, with fresh keys; it may start nothing and bring
+    nothing more."""
     with self._changed:
       self._disowned.add(owner)
       lost = [occurrence for occurrence, of, _ in self._held.values() if of == owner]
@@ -218,15 +224,16 @@ class Exchange:
   def _must_wait_for_running(self, version: int) -> bool:
     """Whether a batch drawn now would make a group that is still being sampled too old before its turn.
 
-    Groups are used oldest first, but long responses come later than short ones that began with them. Drawing what is there at once
-    would lose the long ones to age: a waste, and a bias towards short responses. With everybody's last version known, the batch may
-    be drawn if the others can all be used in time, `groups_per_step` with each version.
+    Groups are used oldest first, but long responses come later than short ones that began with them. Drawing what is
+    there at once would lose the long ones to age: a waste, and a bias towards short responses. With everybody's last
+    version known, the batch may be drawn if the others can all be used in time, `groups_per_step` with each version.
     """
     if not self._oldest_first or self._max_staleness < 0:
       return False
     waiting = self.buffer.queued_versions()[self._groups_per_step:]
     running = [began for _, _, began in self._held.values() if began + self._max_staleness >= version]
-    last = sorted([(began + self._max_staleness, 0) for began in waiting] + [(began + self._max_staleness, 1) for began in running])
+    last = sorted([(began + self._max_staleness, 0) for began in waiting] +
+                  [(began + self._max_staleness, 1) for began in running])
     num_running = 0
     for place, (until, is_running) in enumerate(last):
       num_running += is_running
@@ -257,11 +264,12 @@ class Exchange:
         self._changed.wait(_LOOK_SECS)
       now = awake_secs()
       if now - moved > self._hang_secs:
-        raise Stalled(f"nothing is being sampled and no batch can be drawn, for {now - moved:.0f} s (runtime.hang_secs={self._hang_secs:g}): "
-                      f"{self.describe()}")
+        raise Stalled(f"nothing is being sampled and no batch can be drawn, for {now - moved:.0f} s "
+                      f"(runtime.hang_secs={self._hang_secs:g}): {self.describe()}")
       if now - said > _SAY_SECS:
         said = now
-        self._say(f"the trainer (thread {threading.current_thread().name}) has waited {now - began:.0f} s for rollouts: {self.describe()}")
+        self._say(f"the trainer (thread {threading.current_thread().name}) has waited {now - began:.0f} s for "
+                  f"rollouts: {self.describe()}")
 
   def check_usable(self) -> None:
     """Raises NoUsableRollouts if many prompts were sampled since the last batch and still none can be drawn."""
@@ -269,8 +277,8 @@ class Exchange:
       if self._num_ended() - self._ended_at_draw <= _MANY_STEPS * self._groups_per_step + self._fill_responses:
         return
       raise NoUsableRollouts(
-          f"no batch can be drawn: {self.describe()}. A prompt needs 2 usable responses that differ (buffer.dedup); look at "
-          "sample.temperature, sample.truncated and the rewards.")
+          f"no batch can be drawn: {self.describe()}. A prompt needs 2 usable responses that differ (buffer.dedup); "
+          "look at sample.temperature, sample.truncated and the rewards.")
 
   def _num_ended(self) -> int:
     ledger = self.ledger.stats()
@@ -280,12 +288,14 @@ class Exchange:
     """What is there and what is under way, in words."""
     with self._changed:
       buffer, ledger = self.buffer.stats(), self.ledger.stats()
-      return (f"{self._num_arrived} responses have arrived (first batch at {self._fill_responses}), {buffer['live_rows']} are in the buffer "
-              f"({buffer['duplicates']} duplicates left out), {ledger['in_flight']} groups are being sampled, {ledger['dropped']} were dropped "
-              f"with fewer than 2 usable responses, the trainer is at version {self._trainer_version}")
+      return (f"{self._num_arrived} responses have arrived (first batch at {self._fill_responses}), "
+              f"{buffer['live_rows']} are in the buffer ({buffer['duplicates']} duplicates left out), "
+              f"{ledger['in_flight']} groups are being sampled, {ledger['dropped']} were dropped with fewer than 2 "
+              f"usable responses, the trainer is at version {self._trainer_version}")
 
   def advance(self, version: int) -> None:
-    """The trainer has applied updates up to `version`. A batch drawn ahead may already have moved the next draw's version further."""
+    """The trainer has applied updates up to `version`. A batch drawn ahead may already have moved the next draw's
+    version further."""
     with self._changed:
       self._trainer_version = version
       self._changed.notify_all()
@@ -326,8 +336,10 @@ class Exchange:
     """Arrays and JSON of buffer and ledger, taken at one moment. `missing`: see `ReplayBuffer.state_dict`."""
     with self._changed:
       state = self.buffer.state_dict(missing=missing)
-      return state["arrays"], {"buffer": state["scalars"], "ledger": self.ledger.state_dict(), "num_arrived": self._num_arrived, "num_events": self.num_events,
-                      "checked_version": self._checked_version}
+      return state["arrays"], {
+          "buffer": state["scalars"], "ledger": self.ledger.state_dict(), "num_arrived": self._num_arrived,
+          "num_events": self.num_events, "checked_version": self._checked_version
+      }
 
   def load_state_dict(self, arrays: dict[str, np.ndarray], state: dict[str, Any], *, version: int) -> None:
     with self._changed:

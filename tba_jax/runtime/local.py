@@ -1,10 +1,10 @@
 """Asynchronous mode on the devices of one process: a thread per searcher, the trainer in the calling thread.
 
-While a step runs the trainer books the one before, and draws and places the next batch; it publishes weights every few steps and
-hands evaluations to the first searcher; it waits for nothing but an empty buffer. A searcher that raises is restarted on its own
-engine. One that hangs cannot be ended: its thread is left behind and a new searcher takes its place and its devices. Either way its
-prompts are handed out again with fresh keys, what it may still bring is dropped, and when that has happened too often the run stops,
-with a checkpoint.
+While a step runs the trainer books the one before, and draws and places the next batch; it publishes weights every few
+steps and hands evaluations to the first searcher; it waits for nothing but an empty buffer. A searcher that raises is
+restarted on its own engine. One that hangs cannot be ended: its thread is left behind and a new searcher takes its
+place and its devices. Either way its prompts are handed out again with fresh keys, what it may still bring is dropped,
+and when that has happened too often the run stops, with a checkpoint.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ class SearcherPool:
     return SearcherThread(self._run, searcher, self.jobs if searcher.index == 0 else None, owner=self._num_started)
 
   def watch(self) -> None:
-    """Restarts searchers that have raised, replaces those that hang. Raises: SearcherFailed when no restarts are left."""
+    """Restarts searchers that have raised, replaces those that hang. Raises: SearcherFailed when no restarts are left.
+    """
     for i, thread in enumerate(self._threads):
       heartbeat = thread.searcher.heartbeat
       if thread.error is not None:
@@ -129,7 +130,8 @@ class SearcherPool:
   def _replace(self, thread: SearcherThread, doing: str, secs: float) -> SearcherThread:
     run, index = self._run, thread.searcher.index
     thread.ask_to_stop()
-    what = f"has been in {doing!r} for {secs:.0f} s (thread searcher{index}, runtime.hang_secs={run.settings.hang_secs:g})"
+    what = (f"has been in {doing!r} for {secs:.0f} s (thread searcher{index}, "
+            f"runtime.hang_secs={run.settings.hang_secs:g})")
     self._give_up(thread, what, f"{what}: its thread is left behind and another searcher takes its place", None)
     run.timeline.end_open(f"searcher{index}")
     return self._start(run.replace_searcher(index))
@@ -141,9 +143,10 @@ class SearcherPool:
     run.totals.searcher_restarts += 1
     if run.totals.searcher_restarts > run.settings.searcher_restarts:
       raise SearcherFailed(
-          f"searcher {index} {failed} (runtime.searcher_restarts={run.settings.searcher_restarts} restarts are used up)") from error
-    run.progress.message(f"searcher {index} {message} ({run.totals.searcher_restarts} of {run.settings.searcher_restarts} restarts); "
-                         f"{len(lost)} prompts are handed out again")
+          f"searcher {index} {failed} (runtime.searcher_restarts={run.settings.searcher_restarts} restarts are used up)"
+      ) from error
+    run.progress.message(f"searcher {index} {message} ({run.totals.searcher_restarts} of "
+                         f"{run.settings.searcher_restarts} restarts); {len(lost)} prompts are handed out again")
     job = thread.unfinished_job()
     if job is not None:
       self.jobs.put(job)
@@ -179,7 +182,8 @@ def run_async(run: Run) -> None:
   finally:
     late = pool.stop(run.settings.stop_timeout_secs)
     if late:
-      raise RuntimeError(f"{', '.join(late)} did not end within runtime.stop_timeout_secs={run.settings.stop_timeout_secs}")
+      raise RuntimeError(f"{', '.join(late)} did not end within "
+                         f"runtime.stop_timeout_secs={run.settings.stop_timeout_secs}")
 
 
 def _train(run: Run, pool: SearcherPool) -> None:

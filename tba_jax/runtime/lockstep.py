@@ -1,8 +1,9 @@
-"""One thread, a fixed schedule: sample a round, train a step, publish. Bitwise reproducible, and resumable to the same bits.
+"""One thread, a fixed schedule: sample a round, train a step, publish. Bitwise reproducible, and resumable to the same
+bits.
 
-With `lag` n >= 0 the buffer is a queue of whole groups, n steps' worth ahead of the trainer, so that every trained row is exactly n
-versions old after the first n steps; `sync` is lag 0, on-policy. With lag -1 each step samples one batch's worth of groups and draws
-as TBA does.
+With `lag` n >= 0 the buffer is a queue of whole groups, n steps' worth ahead of the trainer, so that every trained row
+is exactly n versions old after the first n steps; `sync` is lag 0, on-policy. With lag -1 each step samples one batch's
+worth of groups and draws as TBA does.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def _evaluate(run: Run) -> bool:
 
 
 def _sample_and_draw(run: Run) -> Draw | None:
-  """Rounds of sampling until a batch can be drawn; None if the run was stopped. A round that was begun is kept whole or not at all."""
+  """Rounds of sampling until a batch can be drawn; None if the run was stopped. A round that was begun is kept whole or
+  not at all."""
   settings, buffer = run.settings, run.exchange.buffer
   while True:
     num_groups = settings.groups_per_step
@@ -74,10 +76,11 @@ def _sample_and_draw(run: Run) -> Draw | None:
 
 
 def _sample_round(run: Run, num_groups: int) -> list[tuple[Occurrence, RolloutGroup | None]] | None:
-  """Groups of the next occurrences, in their order, shared out to the searchers in turn; None if the run was stopped meanwhile.
+  """Groups of the next occurrences, in their order, shared out to the searchers in turn; None if the run was stopped
+  meanwhile.
 
-  What ends a round early, an exception too, takes it back: the ledger still has its occurrences under way, so that a resume hands
-  them out again, with the same keys.
+  What ends a round early, an exception too, takes it back: the ledger still has its occurrences under way, so that a
+  resume hands them out again, with the same keys.
   """
   before = [dataclasses.replace(searcher.counts) for searcher in run.searchers]
   for searcher in run.searchers:

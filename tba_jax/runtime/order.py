@@ -1,7 +1,9 @@
-"""The order in which an asynchronous run used what its searchers brought: written as it happens, and followed again in lockstep.
+"""The order in which an asynchronous run used what its searchers brought: written as it happens, and followed again in
+lockstep.
 
-What a run computes depends on threads in one way only: in which order groups arrive, batches are drawn and weights are published. With
-that order, the keys and the weights of each group, everything comes out again, to the bit on one machine.
+What a run computes depends on threads in one way only: in which order groups arrive, batches are drawn and weights are
+published. With that order, the keys and the weights of each group, everything comes out again, to the bit on one
+machine.
 """
 
 from __future__ import annotations
@@ -53,12 +55,14 @@ class Diverged(RuntimeError):
 
 
 def run_replay(run: Run, source: str | os.PathLike[str]) -> None:
-  """Drives a run in the order that another one, of the same config but for its runtime, has logged. Stops where that one stopped.
+  """Drives a run in the order that another one, of the same config but for its runtime, has logged. Stops where that
+  one stopped.
 
   Raises: Diverged if a batch is not of the occurrences that the log names.
   """
   events = list(read_jsonl(pathlib.Path(source) / ORDER_FILE))
-  last_use = {event["version"]: place for place, event in enumerate(events) if event["event"] == "group" and event["kept"]}
+  last_use = {event["version"]: place
+              for place, event in enumerate(events) if event["event"] == "group" and event["kept"]}
   held: dict[int, Weights] = {}
   drawn: deque[Draw] = deque()  # not trained yet: a batch may have been drawn while the step before it ran
   place = 0
@@ -82,7 +86,8 @@ def run_replay(run: Run, source: str | os.PathLike[str]) -> None:
         run.publish(wait=True)
         _hold(run, held)
       place += 1
-    for version in [version for version in held if last_use.get(version, -1) < place and version != run.published_version]:
+    for version in [version
+                    for version in held if last_use.get(version, -1) < place and version != run.published_version]:
       del held[version]
   while drawn and not run.stop.is_set():
     _train(run, drawn.popleft())
@@ -123,8 +128,8 @@ def _draw(run: Run, event: dict[str, Any]) -> Draw:
   draw = run.exchange.try_draw(version=event["version"])
   found = None if draw is None else draw.occurrences[draw.valid].tolist()
   if found != event["occurrences"]:
-    raise Diverged(f"the batch of step {run.step + 1} is of the occurrences {found}, the log says {event['occurrences']}: the run that is "
-                   "replayed had other data, settings or code")
+    raise Diverged(f"the batch of step {run.step + 1} is of the occurrences {found}, the log says "
+                   f"{event['occurrences']}: the run that is replayed had other data, settings or code")
   return draw
 
 

@@ -1,8 +1,9 @@
-"""A reference policy that moves: reset to the policy every rho steps (the paper's TBA', rho = 50), or an average of its past.
+"""A reference policy that moves: reset to the policy every rho steps (the paper's TBA', rho = 50), or an average of its
+past.
 
-Rows carry the version of the reference that scored them. The buffer hands out rows of an older one without a log_ref; they are scored
-again here, on the trainer's mesh, by the function that scores log_pi, and go back into the buffer. Rows are few at a time: what
-searchers sample after a move is scored by them as ever.
+Rows carry the version of the reference that scored them. The buffer hands out rows of an older one without a log_ref;
+they are scored again here, on the trainer's mesh, by the function that scores log_pi, and go back into the buffer. Rows
+are few at a time: what searchers sample after a move is scored by them as ever.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class Reference:
   Args:
     params: of version 0, stacked, on the trainer's mesh; copied.
     every_steps: between moves, attempted optimizer steps.
-    ema_decay: 0: the reference becomes the policy. Otherwise it becomes the average e <- decay e + (1 - decay) policy, taken
-      after every step from version 0 on in float32.
+    ema_decay: 0: the reference becomes the policy. Otherwise it becomes the average e <- decay e + (1 - decay) policy,
+      taken after every step from version 0 on in float32.
     dtype: of the reference.
     score: (params, tokens, positions, segment_ids) -> log_p [B, T], jitted, on the trainer's mesh.
     placement: of a batch on that mesh.
@@ -71,7 +72,8 @@ class Reference:
       self._average = self._mix(self._average, policy)
 
   def move(self, policy: Any, version: int) -> list[Any]:
-    """Makes the policy of `version`, or the average up to it, the reference; returns a copy for each searcher, on its devices."""
+    """Makes the policy of `version`, or the average up to it, the reference; returns a copy for each searcher, on its
+    devices."""
     self.params, self.version = self._cast(policy if self._average is None else self._average), version
     return self.copies()
 

@@ -1,4 +1,5 @@
-"""Everything that a run consists of, and what all its modes do alike: log a step, publish, evaluate, save, resume, sum up."""
+"""Everything that a run consists of, and what all its modes do alike: log a step, publish, evaluate, save, resume, sum
+up."""
 
 from __future__ import annotations
 
@@ -36,9 +37,9 @@ _SEARCHER_COUNTS = tuple(field.name for field in dataclasses.fields(SearcherCoun
 class Run:
   """The parts of a run and its books. Drivers (`lockstep`, `local`) decide who does what when.
 
-  `reference`: None where it never moves. `make_searcher` makes another searcher with an index, on the devices that the first one
-  with it has. `began`: time.monotonic() when the process began its work.
-  Thread-safe where searchers call it: `note_group`, `note_gap`, `record_evaluation`.
+  `reference`: None where it never moves. `make_searcher` makes another searcher with an index, on the devices that the
+  first one with it has. `began`: time.monotonic() when the process began its work. Thread-safe where searchers call it:
+  `note_group`, `note_gap`, `record_evaluation`.
   """
 
   def __init__(
@@ -151,7 +152,8 @@ class Run:
   def may_draw_ahead(self) -> bool:
     """Whether the next batch may be drawn while a step is under way.
 
-    A checkpoint holds no batch that is drawn and not trained, and rows are not to be scored by a reference about to be replaced.
+    A checkpoint holds no batch that is drawn and not trained, and rows are not to be scored by a reference about to be
+    replaced.
     """
     step = self.step + 1
     moves = self.reference is not None and self.reference.is_due(step)
@@ -231,14 +233,16 @@ class Run:
   def _log_rollout(self, group: RolloutGroup) -> None:
     length = int(group.lengths[0])
     self.rollouts.write(
-        self.step, prompt=self.task.train_prompts()[group.prompt_id].text, response=group.texts[0], reward=float(group.rewards[0]),
-        version=int(group.versions[0, :length].min()), num_prompt_tokens=len(group.prompt), num_response_tokens=length,
-        truncated=bool(group.truncated[0]), searcher=group.searcher, occurrence=group.occurrence,
-        log_mu=float(group.log_mu[0, :length].sum()), log_ref=float(group.log_ref[0, :length].sum()))
+        self.step, prompt=self.task.train_prompts()[group.prompt_id].text, response=group.texts[0],
+        reward=float(group.rewards[0]), version=int(group.versions[0, :length].min()),
+        num_prompt_tokens=len(group.prompt), num_response_tokens=length, truncated=bool(group.truncated[0]),
+        searcher=group.searcher, occurrence=group.occurrence, log_mu=float(group.log_mu[0, :length].sum()),
+        log_ref=float(group.log_ref[0, :length].sum()))
 
   def searcher_counts(self) -> dict[str, int]:
     """Sums over all searchers and earlier processes."""
-    return {name: getattr(self.totals, name) + sum(getattr(s.counts, name) for s in self.searchers) for name in _SEARCHER_COUNTS}
+    return {name: getattr(self.totals, name) + sum(getattr(s.counts, name) for s in self.searchers)
+            for name in _SEARCHER_COUNTS}
 
   def publish(self, *, wait: bool) -> None:
     """Sends the trainer's weights to the searchers."""
@@ -250,13 +254,15 @@ class Run:
   # --- Evaluation ---
 
   def evaluation_due(self) -> bool:
-    """Whether the weights of this step are to be evaluated and have not been: before the first step, every few, after the last."""
+    """Whether the weights of this step are to be evaluated and have not been: before the first step, every few, after
+    the last."""
     every, step = self.settings.eval_every_steps, self.step
     wanted = step == 0 or step >= self.settings.steps or (every > 0 and step % every == 0)
     return wanted and step > max(self.totals.last_eval_step, self._evaluating_step)
 
   def initial_weights(self) -> Weights:
-    """Version 0 for the first searcher, in a run that has gone on from there: the reference, or where that has moved, from disk."""
+    """Version 0 for the first searcher, in a run that has gone on from there: the reference, or where that has moved,
+    from disk."""
     if self.reference is None or self.reference.version == 0:
       return self.searchers[0].reference_weights()
     like = jax.tree.map(
@@ -272,7 +278,8 @@ class Run:
     with self.timeline.span(f"searcher{searcher.index}", "eval"), searcher.lend_engine() as engine:
       result = evaluate_greedy(
           engine, weights, self.eval_prompts, reward=searcher.eval_reward, response_text=self.task.response_text,
-          max_new_tokens=self.settings.max_new_tokens, stopped=stopped, on_progress=self._eval_progress(step, searcher.heartbeat))
+          max_new_tokens=self.settings.max_new_tokens, stopped=stopped,
+          on_progress=self._eval_progress(step, searcher.heartbeat))
     self.record_evaluation(result, step=step)
     return result
 
@@ -309,11 +316,11 @@ class Run:
     for response in result.responses[:32]:
       self.rollouts.write(
           step, prompt=response.prompt.text, response=response.text, reward=response.reward, version=result.version,
-          num_prompt_tokens=len(response.prompt.tokens), num_response_tokens=response.num_tokens, truncated=response.truncated,
-          kind="eval")
+          num_prompt_tokens=len(response.prompt.tokens), num_response_tokens=response.num_tokens,
+          truncated=response.truncated, kind="eval")
     self.num_evaluated += 1
-    self.progress.message(f"step {step}: held-out accuracy {result.accuracy:.1%} on {result.size} prompts (greedy, version "
-                          f"{result.version})")
+    self.progress.message(f"step {step}: held-out accuracy {result.accuracy:.1%} on {result.size} prompts (greedy, "
+                          f"version {result.version})")
 
   # --- Checkpoints ---
 
@@ -344,7 +351,8 @@ class Run:
       held_back = self.published_version != self.trainer.version
       meta = {
           "exchange": exchange, "totals": {k: v for k, v in totals.items() if not _is_nan(v)}, "gaps": gaps,
-          "published_version": self.published_version, "staleness": self.staleness.state_dict(), "waits": self.waits.state_dict(),
+          "published_version": self.published_version, "staleness": self.staleness.state_dict(),
+          "waits": self.waits.state_dict(),
           "ref_version": 0 if self.reference is None else self.reference.version,
           "accuracy": None if math.isnan(self._accuracy) else self._accuracy,
       }
@@ -389,9 +397,11 @@ class Run:
     return {
         "bottleneck": take_turns, "trainer_shares": shares["trainer"], "searcher_shares": shares["searcher"],
         "staleness_histogram": self.staleness.histogram(), "age_losses": self.exchange.buffer.age_losses(),
-        "accuracy_before": totals.accuracy_before, "accuracy_after": totals.accuracy_after, "accuracy_best": totals.accuracy_best,
+        "accuracy_before": totals.accuracy_before, "accuracy_after": totals.accuracy_after,
+        "accuracy_best": totals.accuracy_best,
         "best_step": totals.best_step, "eval_size": len(self.eval_prompts), "wall_seconds": self.wall_secs(),
-        "train_seconds": train_secs, "steps": self.step, "version": self.trainer.version, "skipped_updates": totals.skipped_updates,
+        "train_seconds": train_secs, "steps": self.step, "version": self.trainer.version,
+        "skipped_updates": totals.skipped_updates,
         "rollouts": counts["rollouts"], "rollouts_per_second": counts["rollouts"] / max(train_secs, 1e-9),
         "trained_responses": totals.trained_responses, "trained_tokens": totals.trained_tokens,
         "trained_tokens_per_second": totals.trained_tokens / max(train_secs, 1e-9),
@@ -402,7 +412,8 @@ class Run:
         "searchers_decode_while_trainer_steps": decode, "searcher_restarts": totals.searcher_restarts,
         "late_groups": self.exchange.num_late_groups, "failed_checkpoints": self.run_state.num_failed,
         "logprob_gap_max": totals.logprob_gap_max, "logprob_gap_p95": totals.logprob_gap_p95,
-        "logprob_tokens_compared": totals.logprob_tokens_compared, "seed": settings.seed, "mode": settings.mode, "loss": settings.loss,
+        "logprob_tokens_compared": totals.logprob_tokens_compared, "seed": settings.seed, "mode": settings.mode,
+        "loss": settings.loss,
     }
 
 

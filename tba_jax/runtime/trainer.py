@@ -1,4 +1,5 @@
-"""The trainer side of a run: turns draws into optimizer steps on its mesh. It never generates and never asks a searcher for anything."""
+"""The trainer side of a run: turns draws into optimizer steps on its mesh. It never generates and never asks a searcher
+for anything."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ class StepReport:
   num_tokens: int
   real_token_share: float
   secs: float
-  residuals: np.ndarray | None  # float32 [N], |log Z - delta| in nats of the draw's rows; None: not asked for, or the update was skipped
+  # Float32 [N], |log Z - delta| in nats of the draw's rows; None: not asked for, or the update was skipped.
+  residuals: np.ndarray | None
 
 
 class Trainer:
@@ -53,8 +55,8 @@ class Trainer:
     placement: of a Batch: shardings.
     row_multiple, length_buckets: see `collate`.
     micro_batches: that the step splits its rows into.
-    pack: put several sequences in a row of the largest bucket. A batch then has one shape, as many rows as responses, and
-      the step must skip the micro-batches that no row is needed in; groups are split over micro-batches.
+    pack: put several sequences in a row of the largest bucket. A batch then has one shape, as many rows as responses,
+      and the step must skip the micro-batches that no row is needed in; groups are split over micro-batches.
     max_nonfinite_in_row: after so many skipped updates in a row `finish` raises.
     dump_folder: where the batch of such an update is written.
     frozen: further arguments of the step, which it only reads: the base of adapters.
@@ -97,7 +99,8 @@ class Trainer:
       num_responses: rows of a draw.
       on_program: called with the numbers of programs done and in all.
     """
-    shapes = batch_shapes(num_responses=num_responses, row_multiple=self._row_multiple, length_buckets=self._length_buckets)
+    shapes = batch_shapes(num_responses=num_responses, row_multiple=self._row_multiple,
+                          length_buckets=self._length_buckets)
     for done, shape in enumerate(shapes):
       on_program(done, len(shapes))
       self._program(abstract_batch(shape, self._placement))
@@ -143,13 +146,14 @@ class Trainer:
       if in_row >= self._max_nonfinite_in_row:
         path = self._dump(prepared)
         raise TooManyNonFinite(
-            f"the last {in_row} updates had a loss or gradient that is not finite (train.max_nonfinite_in_row="
-            f"{self._max_nonfinite_in_row}); they were skipped, the batch of the last is in {path}. Lower train.learning_rate, raise "
-            "loss.beta_final, or look at the rewards.")
+            f"the last {in_row} updates had a loss or gradient that is not finite "
+            f"(train.max_nonfinite_in_row={self._max_nonfinite_in_row}); they were skipped, the batch of the last is "
+            f"in {path}. Lower train.learning_rate, raise loss.beta_final, or look at the rewards.")
     valid = draw.valid
     return StepReport(
-        metrics=metrics, draw=draw, trained_at=trained_at, staleness=(trained_at - draw.versions[valid]).astype(np.int64),
-        num_tokens=int(draw.lengths[valid].sum()), real_token_share=prepared.real_token_share, secs=time.monotonic() - began,
+        metrics=metrics, draw=draw, trained_at=trained_at,
+        staleness=(trained_at - draw.versions[valid]).astype(np.int64), num_tokens=int(draw.lengths[valid].sum()),
+        real_token_share=prepared.real_token_share, secs=time.monotonic() - began,
         residuals=None if skipped else residuals)
 
   def _dump(self, prepared: Prepared) -> pathlib.Path:
@@ -158,9 +162,13 @@ class Trainer:
     return path
 
 
-_PER_TOKEN = {"tokens": np.int32, "positions": np.int32, "segment_ids": np.int32, "sequence_ids": np.int32, "log_mu": np.float32,
-              "log_ref": np.float32}
-_PER_RESPONSE = {"rewards": np.float32, "group_ids": np.int32, "valid": np.bool_, "truncated": np.bool_, "weights": np.float32}
+_PER_TOKEN = {
+    "tokens": np.int32, "positions": np.int32, "segment_ids": np.int32, "sequence_ids": np.int32, "log_mu": np.float32,
+    "log_ref": np.float32
+}
+_PER_RESPONSE = {
+    "rewards": np.float32, "group_ids": np.int32, "valid": np.bool_, "truncated": np.bool_, "weights": np.float32
+}
 
 
 def real_token_share(batch: Batch, *, micro_batches: int, skip_empty: bool) -> float:
