@@ -242,8 +242,8 @@ def check_attention(c: Mapping[str, Any], platform: str) -> Iterator[str]:
     if dtype and c[dtype_key] != dtype:
       yield f"{key}={c[key]!r} needs {dtype_key}={dtype}, not {c[dtype_key]}; set it, or use {key}=xla"
   if c["sample.attention"] == "paged" and c["sample.lane_samples"] > 1:
-    yield (f"sample.lane_samples={c['sample.lane_samples']} must be 1 with sample.attention='paged', whose kernel reads a "
-           "cache for each sample; set one of them otherwise")
+    yield (f"sample.lane_samples={c['sample.lane_samples']} must be 1 with sample.attention='paged', whose kernel "
+           "reads a cache for each sample; set one of them otherwise")
 
 
 def _has_module(name: str) -> bool:

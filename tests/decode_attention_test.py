@@ -14,7 +14,6 @@ import reference_models
 import tiny
 from tba_jax.models import cache as cache_lib
 from tba_jax.models import transformer
-from tba_jax.models.cache import LayerCache
 from tba_jax.models.decode_attention import Part, decode_attention
 from tba_jax.models.variants import ModelConfig
 

@@ -261,8 +261,8 @@ def test_a_config_chooses_the_kernels_of_training_and_scoring():
 
 
 ENGINE_CFG = tiny.tiny_config()
-ENGINE_SIZES = dict(slots=2, max_prompt_tokens=16, max_new_tokens=6, chunk_tokens=3, stop_ids=(), log_mu_temperature=1.0,
-                    prompt_buckets=(16,), prefill_batches=(2,), dtype=jnp.bfloat16)
+ENGINE_SIZES = dict(slots=2, max_prompt_tokens=16, max_new_tokens=6, chunk_tokens=3, stop_ids=(),
+                    log_mu_temperature=1.0, prompt_buckets=(16,), prefill_batches=(2,), dtype=jnp.bfloat16)
 
 
 def sampled_by(attention: str) -> dict[int, SampledGroup]:
@@ -394,7 +394,8 @@ def test_the_engines_own_programs_compile_for_tpu(tpu_devices, num_tensor):
   config.sample.update(attention="paged", cache_dtype="bfloat16", dtype="bfloat16")
   config.model.architecture.update(hidden_size=256, num_heads=4, num_kv_heads=2, head_dim=64)
   part = programs.searcher_part(config, build.model_config(config), tpu_devices[:num_tensor])
-  found = {program.name: program.lower().compile() for program in part.programs if program.name in ("decode", "prefill")}
+  found = {program.name: program.lower().compile()
+           for program in part.programs if program.name in ("decode", "prefill")}
   layers = config.model.architecture.num_layers
   # k and v, slots, kv heads, entries and width in blocks, bytes of bfloat16
   cache_bytes = layers * 2 * config.sample.slots * 2 * 128 * 128 * 2 // num_tensor

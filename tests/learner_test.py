@@ -17,7 +17,7 @@ from tba_jax.losses.registry import make_loss
 from tba_jax.models import transformer
 from tba_jax.models.variants import ModelConfig
 from tba_jax.plan import hlo
-from tba_jax.replay.collate import collate, collate_supervised
+from tba_jax.replay.collate import collate
 from tba_jax.types import Batch, Draw, TrainState
 
 TEMPERATURE = 0.7

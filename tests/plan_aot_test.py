@@ -6,7 +6,6 @@ import importlib.util
 import os
 import pathlib
 
-import jax
 import pytest
 
 if importlib.util.find_spec("libtpu") is None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from typing import Any
 
 from flax import nnx
 import jax

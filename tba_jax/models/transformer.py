@@ -252,7 +252,8 @@ def prefill(params: Params, cfg: ModelConfig, tokens: jax.Array, lengths: jax.Ar
   positions = jnp.broadcast_to(jnp.arange(num_prompt, dtype=jnp.int32), (batch, num_prompt))
   run = attention_lib.over_sequences(
     positions, (positions < lengths[:, None]).astype(jnp.int32), scale=cfg.query_scale, softcap=cfg.attn_softcap,
-    window=cfg.window if any(cfg.sliding_layers) else None, backend="splash" if backend == "paged" else "xla", mesh=mesh,
+    window=cfg.window if any(cfg.sliding_layers) else None, backend="splash" if backend == "paged" else "xla",
+    mesh=mesh,
   )
 
   def attend(i: int, sliding: bool, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, LayerCache]:

@@ -143,7 +143,8 @@ def init_state(
 def make_init_state(
   cfg: ModelConfig, rows: Sharding, cache: Sharding, **sizes: Any
 ) -> tuple[Callable[[], DecodeState], int]:
-  """What makes an empty state on devices (the arguments of `init_state` are `sizes`), and the bytes of its caches on each device."""
+  """What makes an empty state on devices (the arguments of `init_state` are `sizes`), and the bytes of its caches on
+  each device."""
   init = functools.partial(init_state, cfg, **sizes)
   shapes = jax.eval_shape(init)
   caches = jax.tree.leaves((shapes.cache, shapes.prefix))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import itertools
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -139,8 +138,8 @@ class Engine:
       cfg=cfg, num_tokens=chunk_tokens, dtype=dtype, attention=attention, **self._sampling_options)
     rows, cache = self._shardings or (self._default_sharding, self._default_sharding)
     self._init_state, self.cache_bytes = decode.make_init_state(  # cache_bytes: on each device
-      cfg, rows, cache, slots=slots, cache_tokens=shapes.slot_tokens, cache_dtype=cache_dtype, lane_samples=lane_samples,
-      prefix_tokens=max_prompt_tokens, attention=attention,
+      cfg, rows, cache, slots=slots, cache_tokens=shapes.slot_tokens, cache_dtype=cache_dtype,
+      lane_samples=lane_samples, prefix_tokens=max_prompt_tokens, attention=attention,
     )
     self._state: decode.DecodeState | None = None
     self._params, self._version, self._generation = None, None, 0
@@ -161,7 +160,8 @@ class Engine:
       if self._shapes.num_lanes % shards:
         per_lane = "" if lane_samples == 1 else f" times lane_samples={lane_samples}"
         raise ValueError(
-          f"slots={self._shapes.slots} must be a multiple of {shards}{per_lane}, the product of the mesh axes data and fsdp."
+          f"slots={self._shapes.slots} must be a multiple of {shards}{per_lane}, the product of the mesh axes data and "
+          "fsdp."
         )
     else:
       self._shardings = None
@@ -374,7 +374,8 @@ class Engine:
     """Fills `_prefixes` for these groups; prompts of one length bucket share calls."""
     by_length: dict[int, list[int]] = {}
     for index in indices:
-      by_length.setdefault(bucket_of(self._shapes.prompt_buckets, len(self._groups[index].request.prompt)), []).append(index)
+      by_length.setdefault(bucket_of(self._shapes.prompt_buckets, len(self._groups[index].request.prompt)),
+                           []).append(index)
     for length, members in by_length.items():
       while members:
         batch, members = members[: self._shapes.prefill_batches[-1]], members[self._shapes.prefill_batches[-1] :]
