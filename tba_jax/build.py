@@ -342,6 +342,7 @@ def whole_groups_per_micro_batch(config: ConfigDict) -> bool:
 
 
 def build_trainer(config: ConfigDict, cfg: ModelConfig, params: Any, mesh: Mesh, folder: pathlib.Path) -> Trainer:
+  """The trainer on its mesh, from version 0; with LoRA it trains fresh adapters and `params` stay as they are."""
   train, lora = config.train, lora_settings(config)
   step, optimizer = make_step(config, cfg, mesh)
   beta_at_update = functools.partial(
@@ -377,6 +378,7 @@ def build_reference(
 
 
 def build_exchange(config: ConfigDict, num_prompts: int) -> Exchange:
+  """An empty buffer and a ledger of the prompts. Where a schedule fixes the lag, the buffer is a queue of whole groups."""
   buffer = ReplayBuffer(
       capacity=config.buffer.capacity, capacity_per_prompt=config.buffer.capacity_per_prompt,
       max_prompt_tokens=config.sample.max_prompt_tokens, max_response_tokens=config.sample.max_new_tokens,
@@ -397,6 +399,7 @@ def _lag(config: ConfigDict) -> int:
 
 
 def run_settings(config: ConfigDict) -> RunSettings:
+  """What the drivers need of the config, by name."""
   return RunSettings(
       seed=config.seed, mode=config.runtime.mode, loss=config.loss.name, steps=config.train.steps,
       groups_per_step=config.train.prompts_per_step, responses_per_prompt=config.train.responses_per_prompt,

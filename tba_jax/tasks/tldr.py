@@ -134,6 +134,7 @@ class TldrTask:
     raise NotImplementedError("tldr is rewarded by a model beside a searcher; use make_reward")
 
   def make_reward(self, device_or_mesh: Any, *, for_eval: bool) -> GroupReward:
+    """Scores by the reward model; in an evaluation 1 where the gold model prefers the response to the human one."""
     if for_eval:
       return _win_rate(lambda: self._load(self._gold, device_or_mesh), self.summary_tokens)
     model = self._load(self._reward_model, device_or_mesh)
