@@ -378,7 +378,7 @@ def build_reference(
 
 
 def build_exchange(config: ConfigDict, num_prompts: int) -> Exchange:
-  """An empty buffer and a ledger of the prompts. Where a schedule fixes the lag, the buffer is a queue of whole groups."""
+  """An empty buffer and a ledger of the prompts. With a fixed lag the buffer is a queue of whole groups."""
   buffer = ReplayBuffer(
       capacity=config.buffer.capacity, capacity_per_prompt=config.buffer.capacity_per_prompt,
       max_prompt_tokens=config.sample.max_prompt_tokens, max_response_tokens=config.sample.max_new_tokens,
