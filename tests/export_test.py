@@ -7,7 +7,8 @@ import os
 import pathlib
 import re
 import shutil
-import signal
+import subprocess
+import sys
 import time
 
 import jax
@@ -41,7 +42,7 @@ def workdir(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     params = jax.device_put(params, param_shardings(params, make_mesh(jax.devices(), fsdp=4, tensor=2)))
     moments = {"mu": jax.tree.map(jnp.zeros_like, params)}
     state = TrainState(params, moments, jnp.int32(step), jnp.int32(step), jnp.int32(0))
-    run_state.save(Snapshot(step, state, None, {"tokens": np.zeros(3)}, {}), wait=True)
+    run_state.save(Snapshot(step, state, None, {}, {}), wait=True)
   run_state.close()
   return folder
 
@@ -128,34 +129,47 @@ def test_exporting_while_a_run_trains_is_safe(tmp_path: pathlib.Path):
   transformers = parity.require("transformers")
   parity.require("torch")
   workdir = tmp_path / "run"
-  process = signals_test._start(
-    workdir, "--config.train.steps=100000", "--config.checkpoint.every_steps=1", "--config.checkpoint.keep=1",
-    cache=tmp_path / "xla",
+  flags = (
+    *signals_test.SHORT, "--config.train.steps=100000", "--config.checkpoint.every_steps=1",
+    "--config.checkpoint.keep=1", "--config.train.weight_decay=1000.0",
   )
-  exported, refused = {}, []
+  with open(tmp_path / "log", "w") as log:
+    process = subprocess.Popen(
+      [sys.executable, "-m", "tba_jax.main", f"--workdir={workdir}", *flags], cwd=signals_test.REPO,
+      stdout=log, stderr=log,
+      env=dict(os.environ, JAX_PLATFORMS="cpu", JAX_COMPILATION_CACHE_DIR=str(tmp_path / "xla"), XLA_FLAGS=""),
+    )
+  exported, refused, attempts = {}, [], 0
   try:
-    signals_test._wait_for_step(process, workdir, 2)
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline and len(exported) < 8:
-      out = tmp_path / f"out{len(exported)}_{len(refused)}"
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline and len(exported) < 8 and process.poll() is None:
+      out = tmp_path / f"out{attempts}"
+      attempts += 1
       try:
         exported[export.export(workdir, out)] = out
       except ValueError as error:
         refused.append(str(error))
-    assert process.poll() is None, process.communicate()
+        time.sleep(0.2)
+    assert process.poll() is None, (tmp_path / "log").read_text()
   finally:
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
-  print(f"{len(exported)} steps exported: {sorted(exported)}; {len(refused)} refused: {refused}")
-  assert len(exported) >= 3 and all("no checkpoint there" in reason for reason in refused)
+    process.kill()
+    process.wait()
+  print(f"{len(exported)} steps exported: {sorted(exported)}; {len(refused)} refused: {sorted(set(refused))}")
+  # Before the first checkpoint there is nothing to export, and that is said.
+  assert len(exported) >= 3 and all(
+    "is not the workdir of a run" in reason or "no checkpoint there" in reason for reason in refused
+  )
   leaves = {}
   for step, out in exported.items():
     model, report = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not any(report.values()), report
     assert all(parameter.isfinite().all() for parameter in model.parameters())
     leaves[step] = jax.tree.leaves(load_model(out, dtype=jnp.float32)[1])
+  # Decay drowns what is learnt: a step is the one before it times one number (0.9 after the warm-up) in every kernel,
+  # which a mixture of two steps would not be.
   steps = sorted(leaves)
-  assert all(  # every step moves every leaf a little, so a mixture of steps would be neither
-    0 < np.abs(np.asarray(x) - np.asarray(y)).max() < 1
-    for a, b in zip(steps, steps[1:]) for x, y in zip(leaves[a], leaves[b], strict=True)
-  )
+  for a, b in zip(steps, steps[1:]):
+    ratios = [
+      float(np.linalg.norm(y) / np.linalg.norm(x)) for x, y in zip(leaves[a], leaves[b], strict=True) if x.ndim > 2
+    ]
+    assert max(ratios) < 0.985 and max(ratios) - min(ratios) < 0.005, (a, b, ratios)

@@ -284,8 +284,9 @@ def load_params(workdir: str | os.PathLike, abstract_params: Any, *, step: int |
   folder = pathlib.Path(workdir).resolve() / "checkpoints"
   target = {"params": abstract_params}
   while True:
-    with ocp.CheckpointManager(folder, options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
-      steps = sorted(manager.all_steps()) if folder.is_dir() else []
+    # Not through a CheckpointManager, which raises where a step goes away while it lists them. A step gets its name, by
+    # an atomic rename, when all of it is on disk.
+    steps = sorted(int(path.name) for path in folder.glob("*") if path.name.isdigit())
     if not steps:
       raise ValueError(f"{workdir}: no checkpoint there; train first, or give the workdir of a run")
     if step is not None and step not in steps:
