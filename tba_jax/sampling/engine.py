@@ -22,7 +22,7 @@ from tba_jax.models import kernels
 from tba_jax.models.cache import Cache, num_entries
 from tba_jax.models.variants import ModelConfig
 from tba_jax.sampling import decode
-from tba_jax.sampling.buckets import bucket_of
+from tba_jax.sampling.buckets import padded_batches
 from tba_jax.sampling.requests import PartialGroup, SampledGroup, SampleRequest, check_request, sample_keys
 from tba_jax.sampling.shapes import PREFILL_BATCHES, make_shapes
 from tba_jax.sampling.slots import SlotTable
@@ -372,21 +372,12 @@ class Engine:
 
   def _prefill_prompts(self, indices: list[int]) -> None:
     """Fills `_prefixes` for these groups; prompts of one length bucket share calls."""
-    by_length: dict[int, list[int]] = {}
-    for index in indices:
-      by_length.setdefault(bucket_of(self._shapes.prompt_buckets, len(self._groups[index].request.prompt)),
-                           []).append(index)
-    for length, members in by_length.items():
-      while members:
-        batch, members = members[: self._shapes.prefill_batches[-1]], members[self._shapes.prefill_batches[-1] :]
-        tokens = np.zeros((bucket_of(self._shapes.prefill_batches, len(batch)), length), np.int32)
-        lengths = np.ones(len(tokens), np.int32)  # of the rows that only fill the call up
-        for row, index in enumerate(batch):
-          prompt = self._groups[index].request.prompt
-          tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt)
-        logits, cache = self._prefill(tokens, lengths)
-        for row, index in enumerate(batch):
-          self._prefixes[index] = _Prefix(logits=logits, cache=cache, row=row, generation=self._generation)
+    prompts = {index: self._groups[index].request.prompt for index in indices}
+    batches = padded_batches(prompts, lengths=self._shapes.prompt_buckets, sizes=self._shapes.prefill_batches)
+    for members, tokens, lengths in batches:
+      logits, cache = self._prefill(tokens, lengths)
+      for row, index in enumerate(members):
+        self._prefixes[index] = _Prefix(logits=logits, cache=cache, row=row, generation=self._generation)
 
   def _admission(self, placed: dict[int, tuple[list[int], list[int]]]) -> decode.Admission:
     """What goes where, for the samples that the table has put in these slots of each group."""
@@ -417,25 +408,21 @@ class Engine:
 
   def _recompute_running(self) -> None:
     """Keys and values of everything under way, by the weights in effect."""
-    running = [slot for slot, row in enumerate(self._table.rows) if row is not None]
+    read = {}
+    for slot, running in enumerate(self._table.rows):
+      if running is not None:
+        group = self._groups[running.group]
+        read[slot] = np.concatenate([group.request.prompt, group.tokens_of(running.sample)[:-1]])
     lane_of = self._table.first_running()
     self._table.renew(self._generation)
-    by_length: dict[int, list[tuple[int, np.ndarray]]] = {}
-    for slot in running:
-      index, sample = self._table.rows[slot]
-      group = self._groups[index]
-      tokens = np.concatenate([group.request.prompt, group.tokens_of(sample)[:-1]])
-      by_length.setdefault(bucket_of(self._shapes.recompute_buckets, len(tokens)), []).append((slot, tokens))
     num = self._shapes.prefill_batches[-1]
-    for length, members in by_length.items():
-      for first in range(0, len(members), num):
-        padded, lengths = np.zeros((num, length), np.int32), np.ones(num, np.int32)
-        slots = np.arange(num, dtype=np.int32) + self._shapes.slots  # of the rows that only fill the call up
-        lanes = slots.copy()
-        for row, (slot, tokens) in enumerate(members[first : first + num]):
-          padded[row, : len(tokens)], lengths[row], slots[row] = tokens, len(tokens), slot
-          lanes[row] = lane_of.get(slot, lanes[row])
-        self._recompute(padded, lengths, slots, lanes)
+    for members, tokens, lengths in padded_batches(read, lengths=self._shapes.recompute_buckets, sizes=(num,)):
+      slots = np.arange(num, dtype=np.int32) + self._shapes.slots  # of the rows that only fill the call up
+      lanes = slots.copy()
+      slots[: len(members)] = members
+      for row, slot in enumerate(members):
+        lanes[row] = lane_of.get(slot, lanes[row])
+      self._recompute(tokens, lengths, slots, lanes)
 
   def _harvest(self, output: decode.ChunkOutput) -> list[SampledGroup]:
     """Books a chunk's tokens and takes finished samples out of their slots."""
