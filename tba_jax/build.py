@@ -306,8 +306,13 @@ def placements(config: ConfigDict, cfg: ModelConfig, devices: Sequence[jax.Devic
 
 def check_memory(config: ConfigDict, cfg: ModelConfig, devices: Sequence[jax.Device]) -> None:
   """Says what stays on the devices during a run. Raises: ConfigError if it is more than they have."""
+  say(placement.summary(placements(config, cfg, devices)))
+  refuse_overflow(config, cfg, devices)
+
+
+def refuse_overflow(config: ConfigDict, cfg: ModelConfig, devices: Sequence[jax.Device]) -> None:
+  """Raises: ConfigError if what stays on the devices during a run is more than they have."""
   placed = placements(config, cfg, devices)
-  say(placement.summary(placed))
   with as_config_error("memory"):
     placement.check_fits(placed, placement.device_limits(devices, placed))
 

@@ -17,8 +17,8 @@ from tba_jax.config_schema import LINEAR_LAYERS, is_task_file, nearest
 
 
 def divisors(number: int) -> str:
-  found = [d for d in range(1, number + 1) if number % d == 0]
-  return ", ".join(map(str, found[:12])) + (", ..." if len(found) > 12 else "")
+  found = [d for d in range(1, min(number, 100_000) + 1) if number % d == 0]  # larger ones are not shown
+  return ", ".join(map(str, found[:12])) + (", ..." if len(found) > 12 or number > 100_000 else "")
 
 
 def _check_batch(c: Mapping[str, Any]) -> Iterator[str]:

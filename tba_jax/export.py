@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
   logging.set_verbosity(logging.ERROR)  # orbax warns of every option that reading only implies
   try:
     step = export(args.workdir, args.out, step=args.step)
-  except ValueError as error:
+  except (ValueError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)
     sys.exit(2)
   print(f"wrote step {step} of {args.workdir} to {args.out}/")

@@ -228,7 +228,11 @@ def main(argv: Sequence[str]) -> int:
     fail(problems)
   try:
     if _DRY_RUN.value:
-      print(_dry_run(config))
+      print(_dry_run(config), flush=True)
+      from tba_jax import build
+      import jax
+
+      build.refuse_overflow(config, build.model_config(config), jax.devices())
       return 0
     from tba_jax import train
 

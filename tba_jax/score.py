@@ -21,6 +21,7 @@ import functools
 import json
 import os
 import pathlib
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -78,6 +79,8 @@ def read_examples(
           f"{len(example.tokens)} tokens{beside} are more than the {max_positions} positions that the model takes; "
           f"shorten the text{' or lower --greedy' if num_greedy_tokens else ''}."
         )
+    except RecursionError as error:
+      raise ValueError(f"{path}, line {number}: brackets are nested too deep.") from error
     except ValueError as error:  # json's own error is one
       raise ValueError(f"{path}, line {number}: {error}") from error
     examples.append(example)
@@ -96,6 +99,8 @@ def _decoded(line: bytes) -> str:
 
 
 def _example(row: Any, tokenizer: Tokenizer, *, prompt_alone: bool) -> Example:
+  if re.search("[\ud800-\udfff]", json.dumps(row, ensure_ascii=False)):
+    raise ValueError("a \\ud800 to \\udfff stands alone, which is no character; UTF-16 pairs are written as two of them.")
   forms = [
     keys
     for keys in (("tokens",), ("text",), ("prompt", "response"))
@@ -226,6 +231,8 @@ def run(*, model: str, input_path: pathlib.Path, output_path: pathlib.Path, num_
     raise ValueError(f"--greedy={num_greedy_tokens} must be 0 or more.")
   if output_path.resolve() == input_path.resolve():
     raise ValueError(f"--out={output_path} is the input; give another file.")
+  if output_path.exists() and not output_path.is_file():
+    raise ValueError(f"--out={output_path} is there and is no ordinary file; give the name of a file.")
   if not output_path.parent.is_dir():
     raise ValueError(f"--out={output_path}: the folder {output_path.parent} does not exist; make it first.")
   cfg, params, tokenizer = load_model(model, dtype=dtype)

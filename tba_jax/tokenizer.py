@@ -146,7 +146,7 @@ def make_tokenizer(
     stops.add(int(hf.eos_token_id))
   if generates and not stops:
     raise ValueError(
-      f"{source}: the tokenizer has no eos_token and generation_config.json names no eos_token_id, so no response "
+      f"{source}: the tokenizer has no eos_token and neither generation_config.json nor config.json names an eos_token_id, so no response "
       "could ever end; give extra_stop_ids."
     )
   outside = sorted(i for i in stops if not 0 <= i < vocab_size)
@@ -160,8 +160,8 @@ def load_tokenizer(
 ) -> Tokenizer:
   """Loads the tokenizer of a model folder.
 
-  The stop ids are its end of text, those of generation_config.json, and `extra_stop_ids`; there may be none if the
-  model does not write text (`generates=False`).
+  The stop ids are its end of text, those of generation_config.json (of config.json, where that names none), and
+  `extra_stop_ids`; there may be none if the model does not write text (`generates=False`).
 
   Never runs code from the folder and never asks the network.
   Raises: ValueError if the folder holds no tokenizer, one that cannot be read, or stop ids that are not its own.
@@ -172,7 +172,10 @@ def load_tokenizer(
       f"{folder} holds no tokenizer: none of {', '.join(_TOKENIZER_FILES)} is there; copy the model's tokenizer.json "
       "into it."
     )
-  stop_ids = {*extra_stop_ids, *_generation_stop_ids(folder / "generation_config.json")}
+  named = _named_stop_ids(folder / "generation_config.json")
+  if named is None:  # older folders have the model's own config alone
+    named = _named_stop_ids(folder / "config.json")
+  stop_ids = {*extra_stop_ids, *(named or ())}
   # tokenizer.json is taken as it stands. The classes that AutoTokenizer picks by model_type may put their own splitting
   # of words in place of the file's (transformers 5.24 does so for qwen2), and then the ids differ from those that the
   # model was trained on.
@@ -184,16 +187,20 @@ def load_tokenizer(
   return make_tokenizer(hf, stop_ids=stop_ids, source=str(folder), generates=generates)
 
 
-def _generation_stop_ids(path: pathlib.Path) -> list[int]:
+def _named_stop_ids(path: pathlib.Path) -> list[int] | None:
+  """eos_token_id of a config file; None where there is no file or it names none."""
   if not path.is_file():
-    return []
+    return None
   try:
     found = json.loads(path.read_text())
   except (json.JSONDecodeError, UnicodeDecodeError) as error:
     raise ValueError(f"{path} is not valid JSON: {error}") from error
-  # The key is optional in this file, and null where the model names no stop id.
-  ids = found["eos_token_id"] if isinstance(found, dict) and "eos_token_id" in found else None
-  ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
+  if not isinstance(found, dict):
+    raise ValueError(f"{path} must hold a JSON object, found {type(found).__name__}.")
+  ids = found["eos_token_id"] if "eos_token_id" in found else None
+  if ids is None:
+    return None
+  ids = ids if isinstance(ids, list) else [ids]
   wrong = [i for i in ids if not isinstance(i, int) or isinstance(i, bool)]
   if wrong:
     raise ValueError(f"{path}: eos_token_id must be an integer or a list of integers, found {wrong[0]!r}.")

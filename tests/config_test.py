@@ -632,3 +632,8 @@ def test_json_is_sorted_and_strict():
 def test_importing_configs_does_not_import_jax():
   code = "import sys, configs.gsm8k, tba_jax.config; configs.gsm8k.get_config(); sys.exit('jax' in sys.modules)"
   assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_divisors_of_huge_numbers_are_found_at_once():
+  assert config_rules.divisors(12) == "1, 2, 3, 4, 6, 12"
+  assert config_rules.divisors(10**30) == "1, 2, 4, 5, 8, 10, 16, 20, 25, 32, 40, 50, ..."

@@ -251,6 +251,8 @@ CONFIG = "--config=configs/gsm8k.py"
   ([CONFIG], "--topology is missing; give a slice, for example --topology=v5e:2x4 (or cpu:8)"),
   ([CONFIG, "--topology=v9:2x4"],
    "--topology=v9:2x4 must be CHIP:SHAPE with a chip of v4, v5e, v5p, v6e, cpu; for example v5e:2x4 or cpu:8"),
+  ([CONFIG, "--topology=cpu:0"],
+   "--topology=cpu:0 must be CHIP:SHAPE with a chip of v4, v5e, v5p, v6e, cpu; for example v5e:2x4 or cpu:8"),
   ([CONFIG, "--topology=v5e-8"],
    "--topology=v5e-8 must be CHIP:SHAPE with a chip of v4, v5e, v5p, v6e, cpu; for example v5e:2x4 or cpu:8"),
   ([CONFIG, "--topologie=v5e:2x4"], "--topologie is not a flag; did you mean --topology?"),

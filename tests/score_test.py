@@ -156,6 +156,8 @@ def test_few_shapes_are_compiled(model):
     (b'{"text": "caf\xe9"}', r"in.jsonl, line 3: byte 14 of the line \(0xe9\) is not UTF-8; save the file in that"),
     ({"prompt": ""}, "line 3: there are no tokens"),
     ({"response": "a"}, "line 3: a line must be a JSON object with either"),
+    ('{"text": "ab", "more": "\\ud800"}', r"line 3: a \\ud800 to \\udfff stands alone"),
+    ('{"text": ' + 100_000 * "[", "line 3: brackets are nested too deep"),
   ],
 )
 def test_what_is_wrong_with_a_line_is_said(model, tmp_path: pathlib.Path, capsys, line: Any, message: str):
@@ -181,6 +183,8 @@ def test_what_is_wrong_with_the_arguments_is_said(model, tmp_path: pathlib.Path)
     ({"input_path": tmp_path / "no"}, "no is not a file; give a .jsonl file"),
     ({"output_path": tmp_path / "in.jsonl"}, "is the input; give another file"),
     ({"output_path": tmp_path / "no" / "out"}, "does not exist; make it first"),
+    ({"output_path": tmp_path}, "is there and is no ordinary file; give the name of a file"),
+    ({"output_path": pathlib.Path("/dev/null")}, "--out=/dev/null is there and is no ordinary file"),
     ({"num_greedy_tokens": -1}, "--greedy=-1 must be 0 or more"),
     ({"num_greedy_tokens": 64}, "--greedy=64 must be below 64, the positions that the model takes .*; lower it"),
     ({"model": str(tmp_path / "no")}, "no does not exist"),

@@ -61,6 +61,17 @@ def test_stop_ids_unite_tokenizer_generation_config_and_extra(tmp_path: pathlib.
   assert load_tokenizer(tmp_path).stop_ids == (IM_END,)
 
 
+def test_where_no_generation_config_names_stop_ids_the_models_own_config_does(tmp_path: pathlib.Path):
+  folder = tiny_tokenizers.save(tmp_path, eos_token="<|im_end|>")
+  end = load_tokenizer(folder).encode("<|im_end|>")[0]
+  (folder / "config.json").write_text('{"eos_token_id": [1, 5]}')
+  assert load_tokenizer(folder).stop_ids == tuple(sorted({1, 5, end}))
+  (folder / "generation_config.json").write_text('{"eos_token_id": null}')
+  assert load_tokenizer(folder).stop_ids == tuple(sorted({1, 5, end}))
+  (folder / "generation_config.json").write_text('{"eos_token_id": 7}')
+  assert load_tokenizer(folder).stop_ids == tuple(sorted({7, end}))
+
+
 @pytest.mark.parametrize(
   "special", [{}, {"pad_token": "<|im_end|>"}, {"pad_token": "<|pad|>"}, {"pad_token": "<added pad>"}]
 )
@@ -151,6 +162,7 @@ def test_token_without_an_embedding_is_refused():
       lambda d: (d / "generation_config.json").write_text('{"eos_token_id": [999]}'),
       r"stop ids \[999\] are not ids of the tokenizer, whose ids are 0 to 319",
     ),
+    (lambda d: (d / "generation_config.json").write_text("[]"), "generation_config.json must hold a JSON object, found list"),
     (lambda d: (d / "tokenizer_config.json").write_text("{}"), "no response could ever end; give extra_stop_ids"),
   ],
 )

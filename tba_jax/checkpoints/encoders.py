@@ -55,6 +55,9 @@ def _as_sentence_transformer(cfg: EncoderConfig, folder: pathlib.Path) -> Encode
   if settings.is_file():
     found = read_json(settings)
     if "max_seq_length" in found and found["max_seq_length"] is not None:
+      most = found["max_seq_length"]
+      if type(most) is not int or most < 3:  # two of them frame the text
+        raise ValueError(f"{settings}: max_seq_length={most!r} must be an integer of at least 3.")
       cfg = dataclasses.replace(cfg, max_tokens=min(cfg.max_tokens, found["max_seq_length"]))
     if "do_lower_case" in found and found["do_lower_case"]:
       raise ValueError(f"{settings}: do_lower_case=True is not supported; only tokenizers lower the case here.")

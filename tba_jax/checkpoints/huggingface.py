@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
+import math
 import pathlib
 import shutil
 import tempfile
@@ -136,7 +137,10 @@ def _summarisation_config(config: Mapping[str, Any], source: str) -> tuple[dict[
   width = base["hidden_size"] if "hidden_size" in base else None
   if "hidden_size" in config and width is not None and config["hidden_size"] != width:
     raise ValueError(f"{source}: config.json has hidden_size={config['hidden_size']}, but its base_config {width}.")
-  return base, float(config["bias"]) if "bias" in config else 0.0
+  shift = config["bias"] if "bias" in config else 0.0
+  if type(shift) not in (int, float) or not math.isfinite(shift):
+    raise ValueError(f"{source}: config.json has bias={shift!r}; it must be a finite number.")
+  return base, float(shift)
 
 
 def _shifted(

@@ -36,7 +36,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
   """The object in a JSON file. Raises: ValueError if it is not valid JSON or not an object."""
   try:
     found = json.loads(path.read_text(encoding="utf-8"))
-  except (json.JSONDecodeError, UnicodeDecodeError) as error:
+  except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
     raise ValueError(f"{path} is not valid JSON ({error}); copy or download it again.") from error
   if not isinstance(found, dict):
     raise ValueError(f"{path} must hold a JSON object, found {type(found).__name__}.")

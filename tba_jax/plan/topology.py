@@ -31,7 +31,7 @@ class Slice(NamedTuple):
 
 def parse(name: str) -> tuple[str, tuple[int, ...]]:
   """("v5e", (2, 4)) of "v5e:2x4". Raises ValueError for a name of another form or an unknown chip."""
-  found = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)", name)
+  found = re.fullmatch(r"(\w+):([1-9]\d*(?:x[1-9]\d*)*)", name)
   chips = (*CHIPS, "cpu")
   if not found or found[1] not in chips:
     raise ValueError(
