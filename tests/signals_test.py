@@ -33,6 +33,7 @@ def _wait_for_step(process, workdir, step):
     if path.exists() and any('"loss"' in line and f'"step": {step},' in line for line in path.read_text().splitlines()):
       return
     time.sleep(0.01)
+  process.kill()  # or its pipes would never end
   pytest.fail(f"step {step} was not reached: {process.communicate()}")
 
 
