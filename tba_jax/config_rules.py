@@ -16,8 +16,9 @@ from typing import Any
 from tba_jax.config_schema import LINEAR_LAYERS, is_task_file, nearest
 
 
-def divisors(number: int) -> str:
-  found = [d for d in range(1, min(number, 100_000) + 1) if number % d == 0]  # larger ones are not shown
+def divisors(number: int, least: int = 1) -> str:
+  """Those from `least` on, as text; the first 12."""
+  found = [d for d in range(least, min(number, 100_000) + 1) if number % d == 0]  # larger ones are not shown
   return ", ".join(map(str, found[:12])) + (", ..." if len(found) > 12 or number > 100_000 else "")
 
 
@@ -33,7 +34,7 @@ def _check_batch(c: Mapping[str, Any]) -> Iterator[str]:
            f"(train.prompts_per_step {prompts} x train.responses_per_prompt {num_train}); use one of {divisors(rows)}")
   if c["train.packing"] and c["train.micro_batches"] < 2:
     yield ("train.packing=True needs train.micro_batches of at least 2, found 1: what packing saves is the "
-           f"micro-batches that stay empty; use one of {divisors(rows)}, or set train.packing=False")
+           f"micro-batches that stay empty; use one of {divisors(rows, least=2)}, or set train.packing=False")
   longest, bucket = c["sample.max_prompt_tokens"] + c["sample.max_new_tokens"], c["train.length_buckets"][-1]
   if bucket < longest:
     yield (f"train.length_buckets={tuple(c['train.length_buckets'])} must end at {longest} or more "

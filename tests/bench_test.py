@@ -42,6 +42,7 @@ def check_own_rows(results, cases, figure):
   assert results["machine"]["versions"]["ours"]["jax"] and results["machine"]["commit"]
 
 
+@pytest.mark.slow
 def test_sampler_benchmark_runs_without_rivals(tmp_path):
   results, printed = run_script(tmp_path, "bench_sampler", "--cases=S")
   check_own_rows(results, ["S"], "tokens_per_sec")

@@ -435,7 +435,7 @@ def test_nearest_right_name(name, line):
    "or set reference.reset_every_steps"),
   ({"train.packing": True},
    "train.packing=True needs train.micro_batches of at least 2, found 1: what packing saves is the micro-batches that "
-   "stay empty; use one of 1, 2, 4, 8, 16, 32, 64, 128, or set train.packing=False"),
+   "stay empty; use one of 2, 4, 8, 16, 32, 64, 128, or set train.packing=False"),
   ({"devices.trainer": 2},
    "devices.trainer=2, devices.searchers=2, devices.per_searcher=1 need 4 devices of their own, but there are 3; lower "
    "the counts (0: automatic), or set devices.share=True to let searchers use the trainer's devices (platform cpu)"),

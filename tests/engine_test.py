@@ -152,7 +152,9 @@ def test_samples_and_log_mu_do_not_depend_on_slots_chunks_buckets_or_refills(sta
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("lane_samples,slots", [(2, 4), (3, 6), (6, 12), (8, 8)])
+@pytest.mark.parametrize("lane_samples,slots", [
+  (2, 4), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((3, 6), (6, 12), (8, 8)))
+])
 def test_samples_that_share_a_prompt_equal_those_that_hold_copies(weights, lane_samples, slots):
   requests = [make_request(tag, samples=6) for tag in range(12)]
   copies = run(make_engine(), requests, weights[0])

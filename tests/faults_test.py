@@ -131,6 +131,7 @@ def test_a_searcher_that_hangs_is_replaced_and_its_late_groups_are_dropped(tmp_p
   assert [line["step"] for line in runs.lines(tmp_path / "run") if "loss" in line] == list(range(1, 11))
 
 
+@pytest.mark.slow
 def test_searchers_that_always_hang_stop_the_run_with_a_checkpoint(tmp_path, monkeypatch, capsys, release):
   calls, step = itertools.count(1), Searcher.step
 

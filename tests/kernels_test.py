@@ -99,6 +99,7 @@ def test_splash_equals_numpy_and_the_gradient_of_xla(interpreted, monkeypatch, w
     np.testing.assert_allclose(out[row, t, head], right, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_heads, num_kv_heads, sizes", [
   (4, 2, dict(data=2, fsdp=2, tensor=2)),
   (12, 3, dict(fsdp=2, tensor=4)),  # every device holds all kv heads, and its three query heads may read two of them
@@ -140,6 +141,7 @@ def model_program(cfg: ModelConfig, loss_of):
   return run
 
 
+@pytest.mark.slow
 def test_a_model_with_windows_on_some_layers_learns_alike_with_splash(interpreted):
   cfg = dataclasses.replace(CFG, window=20, sliding_layers=(True, False), attn_softcap=3.0, rope_local_theta=100.0)
   run = model_program(cfg, functools.partial(jax.grad, has_aux=True))

@@ -17,7 +17,7 @@ MODELS = {
   ),
   "QUICK": dict(
     hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=48,
-    vocab_size=64, rope_theta=1e6,
+    vocab_size=256, rope_theta=1e6,
   ),
 }
 COMMON = dict(
