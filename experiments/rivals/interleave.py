@@ -184,7 +184,9 @@ def add_flags(parser: argparse.ArgumentParser, *, cases: Sequence[str], out: str
   parser.add_argument("--repetitions", type=int, default=5)
   parser.add_argument("--core", type=int, default=max(os.sched_getaffinity(0)), help="that all systems share")
   parser.add_argument("--quick", action="store_true", help="a tiny model: that the script works; measures nothing")
-  parser.add_argument("--out", type=pathlib.Path, help=f"default: experiments/results/{out}, with --quick in the folder for temporary files")
+  parser.add_argument(
+    "--out", type=pathlib.Path, help=f"default: experiments/results/{out}, with --quick in the folder for temporary files"
+  )
   parser.set_defaults(name=out)
 
 
@@ -193,7 +195,8 @@ def parse(parser: argparse.ArgumentParser, *, cases: Sequence[str]) -> argparse.
   args = parser.parse_args()
   args.cases = args.cases.split(",")
   if args.out is None:  # what a quick run writes is no result to keep
-    args.out = pathlib.Path(tempfile.gettempdir()) / args.name if args.quick else REPO / "experiments/results" / args.name
+    folder = pathlib.Path(tempfile.gettempdir()) if args.quick else REPO / "experiments/results"
+    args.out = folder / args.name
   if unknown := sorted(set(args.cases) - set(cases)):
     parser.error(f"--cases: {', '.join(unknown)} is none of {', '.join(cases)}")
   return args
