@@ -64,7 +64,7 @@ QUICKSTART, WORKDIR = "--config=configs/quickstart.py", "--workdir=never_made"
     "--config.train.length_buckets=(4, must be a tuple of ascending integers, as (128,256)",
     "--dry_run=3: ('Non-boolean argument to boolean flag', '3')"]),
   ([QUICKSTART, WORKDIR, "--config.train=3", "--noconfig.seed", "--noconfig.sample.inflight"],
-   ["--config.train names a section; set its keys one by one, for example --config.train.b1",
+   ["--config.train names a section; set its keys one by one, for example --config.train.attention",
     "--noconfig.seed: only keys that are true or false have a no form; write --config.seed=VALUE",
     "--config.sample.inflight is not a key of this config; did you mean --config.sample.in_flight?"]),
   ([QUICKSTART, "extra"],

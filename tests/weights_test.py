@@ -87,6 +87,7 @@ def test_a_transfer_that_hangs_raises_in_time_and_says_what_it_waited_for(monkey
   release.set()
 
 
+@pytest.mark.slow  # it times, and other work on the machine counts
 def test_publishing_returns_before_the_conversion_is_done():
   """On CPU too, where a program of copies alone would be run by the caller."""
   store = weights.WeightStore(jax.jit(lambda tree: jax.tree.map(jnp.copy, tree)), jax.devices()[1:2], timeout_secs=60.0)
