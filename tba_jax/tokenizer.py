@@ -173,7 +173,7 @@ def load_tokenizer(
       "into it."
     )
   named = _named_stop_ids(folder / "generation_config.json")
-  if named is None:  # older folders have the model's own config alone
+  if named is None and generates:  # older folders have the model's own config alone
     named = _named_stop_ids(folder / "config.json")
   stop_ids = {*extra_stop_ids, *(named or ())}
   # tokenizer.json is taken as it stands. The classes that AutoTokenizer picks by model_type may put their own splitting

@@ -101,7 +101,7 @@ def load_reward_model(
   config, shift = read_json(path / "config.json"), 0.0
   if "base_config" in config:
     config, shift = _summarisation_config(config, source)
-  cfg, tokenizer = _fit_vocabulary(_read_config(config, source), load_tokenizer(path), source)
+  cfg, tokenizer = _fit_vocabulary(_read_config(config, source), load_tokenizer(path, generates=False), source)
   body = [entry for entry in hf_names.hf_to_tree(cfg) if entry.path[0] != "lm_head"]
   stored = open_safetensors(path)
   head = hf_names.scalar_head(cfg, stored, source=source)
