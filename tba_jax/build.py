@@ -1,5 +1,5 @@
-"""The parts of a run out of its config: model and task, searchers, trainer, buffer. With train.py the only reader of
-the config."""
+"""The parts of a run out of its config: model and task, searchers, trainer, buffer. With train.py and plan/ the only
+reader of the config."""
 
 from __future__ import annotations
 
@@ -306,13 +306,13 @@ def placements(config: ConfigDict, cfg: ModelConfig, devices: Sequence[jax.Devic
 
 def check_memory(config: ConfigDict, cfg: ModelConfig, devices: Sequence[jax.Device]) -> None:
   """Says what stays on the devices during a run. Raises: ConfigError if it is more than they have."""
-  say(placement.summary(placements(config, cfg, devices)))
-  refuse_overflow(config, cfg, devices)
-
-
-def refuse_overflow(config: ConfigDict, cfg: ModelConfig, devices: Sequence[jax.Device]) -> None:
-  """Raises: ConfigError if what stays on the devices during a run is more than they have."""
   placed = placements(config, cfg, devices)
+  say(placement.summary(placed))
+  refuse_overflow(placed, devices)
+
+
+def refuse_overflow(placed: Sequence[placement.Placement], devices: Sequence[jax.Device]) -> None:
+  """Raises: ConfigError if what stays on the devices during a run is more than they have."""
   with as_config_error("memory"):
     placement.check_fits(placed, placement.device_limits(devices, placed))
 

@@ -192,15 +192,17 @@ def cache_folder() -> pathlib.Path:
   return (pathlib.Path(os.environ["XDG_CACHE_HOME"]) if "XDG_CACHE_HOME" in os.environ else in_home) / "tba_jax"
 
 
-def _dry_run(config: Any) -> str:
-  """What --dry_run prints: devices, and bytes from shapes."""
+def _dry_run(config: Any) -> None:
+  """Prints devices and bytes, from shapes. Raises: ConfigError if that is more than there is, as a run would."""
   import jax
 
   from tba_jax import build, placement
 
   cfg = build.model_config(config)
-  placements = build.placements(config, cfg, jax.devices())
-  return placement.report(cfg, placements, num_devices=jax.device_count(), platform=jax.default_backend())
+  placed = build.placements(config, cfg, jax.devices())
+  num_devices, platform_name = jax.device_count(), jax.default_backend()
+  print(placement.report(cfg, placed, num_devices=num_devices, platform=platform_name), flush=True)
+  build.refuse_overflow(placed, jax.devices())
 
 
 def main(argv: Sequence[str]) -> int:
@@ -228,11 +230,7 @@ def main(argv: Sequence[str]) -> int:
     fail(problems)
   try:
     if _DRY_RUN.value:
-      print(_dry_run(config), flush=True)
-      from tba_jax import build
-      import jax
-
-      build.refuse_overflow(config, build.model_config(config), jax.devices())
+      _dry_run(config)
       return 0
     from tba_jax import train
 

@@ -67,8 +67,8 @@ def _run(config: ConfigDict, folder: pathlib.Path, stop: StopFlag, stack: contex
       share=counts.share)
   mesh = sharding.make_mesh(trainer_devices)
   say(f"{jax.device_count()} {jax.default_backend()} devices: {len(trainer_devices)} for the trainer, "
-      f"{len(searcher_devices[0])} for each of "
-       f"{len(searcher_devices)} searchers" + (", shared" if counts.share else ""))
+      f"{len(searcher_devices[0])} for each of {len(searcher_devices)} searchers" +
+      (", shared" if counts.share else ""))
 
   # --- Model, task, version 0 ---
   run_state = RunState(folder, keep=config.checkpoint.keep, timeout_secs=config.runtime.hang_secs)
@@ -130,8 +130,7 @@ def _run(config: ConfigDict, folder: pathlib.Path, stop: StopFlag, stack: contex
     print(metrics.results_table(results), end="", flush=True)
     if config.train.steps and not results["logprob_tokens_compared"]:
       say("error: not one group could be compared with the trainer's log-probabilities: none was sampled by weights of "
-          "one version "
-           "that were still at hand; set sample.in_flight=False or sync.every_steps higher")
+          "one version that were still at hand; set sample.in_flight=False or sync.every_steps higher")
       return FAULT
   return code
 
