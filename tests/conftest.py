@@ -20,3 +20,27 @@ def shared_data() -> pathlib.Path:
   if not path.is_dir():
     pytest.skip(f"no real data at {path}; set TBA_SHARED_DATA to a folder with gsm8k/, math500/ and tldr/")
   return path
+
+
+@pytest.fixture(scope="session")
+def _xla_folder(tmp_path_factory) -> str:
+  return str(tmp_path_factory.mktemp("xla"))
+
+
+@pytest.fixture(scope="module")
+def compile_once(_xla_folder):
+  """For modules whose runs compile the same programs again, and each other's: the cache makes that a file read."""
+  import jax
+
+  jax.config.update("jax_compilation_cache_dir", _xla_folder)
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
+  yield
+  jax.config.update("jax_compilation_cache_dir", None)
+
+
+@pytest.fixture
+def easy_reward(monkeypatch):
+  """Rewards that an untrained model earns in part, see `runs.easy_reward`."""
+  import runs
+
+  runs.use_easy_reward(monkeypatch)

@@ -3,7 +3,6 @@ the real thing."""
 
 from __future__ import annotations
 
-import jax
 import numpy as np
 import pytest
 
@@ -13,17 +12,7 @@ from tba_jax.sampling.requests import SampleRequest
 import runs
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _compile_once(tmp_path_factory):
-  jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("xla")))
-  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
-  yield
-  jax.config.update("jax_compilation_cache_dir", None)
-
-
-@pytest.fixture(autouse=True)
-def _easy_reward(monkeypatch):
-  runs.use_easy_reward(monkeypatch)
+pytestmark = pytest.mark.usefixtures("compile_once", "easy_reward")
 
 
 def test_the_trainer_hands_back_the_residual_of_every_row_it_trained_on(tmp_path, monkeypatch):

@@ -8,7 +8,6 @@ import itertools
 import threading
 import time
 
-import jax
 import pytest
 
 from tba_jax.checkpoints import run_state
@@ -23,17 +22,7 @@ import runs
 HANG_SECS = 4.0  # longer than any step of these runs, on a busy machine too
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _compile_once(tmp_path_factory):
-  jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("xla")))
-  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
-  yield
-  jax.config.update("jax_compilation_cache_dir", None)
-
-
-@pytest.fixture(autouse=True)
-def _easy_reward(monkeypatch):
-  runs.use_easy_reward(monkeypatch)
+pytestmark = pytest.mark.usefixtures("compile_once", "easy_reward")
 
 
 @pytest.fixture

@@ -38,13 +38,7 @@ def _number_reward(monkeypatch):
   monkeypatch.setattr(ArithmeticTask, "reward", number_reward)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _compile_once(tmp_path_factory):
-  """Every run compiles the same programs again; the persistent cache makes that a file read."""
-  jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("xla")))
-  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
-  yield
-  jax.config.update("jax_compilation_cache_dir", None)
+pytestmark = pytest.mark.usefixtures("compile_once")
 
 
 def _config(**changes):

@@ -16,17 +16,7 @@ from tba_jax.runtime.settings import StopFlag
 import runs
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _compile_once(tmp_path_factory):
-  jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("xla")))
-  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
-  yield
-  jax.config.update("jax_compilation_cache_dir", None)
-
-
-@pytest.fixture(autouse=True)
-def _easy_reward(monkeypatch):
-  runs.use_easy_reward(monkeypatch)
+pytestmark = pytest.mark.usefixtures("compile_once", "easy_reward")
 
 
 def _params(workdir):

@@ -18,6 +18,8 @@ from tba_jax.tasks.arithmetic import ArithmeticTask
 from tba_jax.types import Draw
 import runs
 
+pytestmark = pytest.mark.usefixtures("compile_once")
+
 # Digits, runs of letters, other signs: within a few percent of the numbers of tokens that BPE vocabularies give here.
 PIECES = re.compile(r"\d|[A-Za-z]+|[^\sA-Za-z\d]|\n")
 
@@ -133,12 +135,7 @@ def test_rows_that_do_not_suffice_are_refused():
     batch_of(DRAW, pack=True, num_rows=1)
 
 
-@pytest.fixture
-def _easy_reward(monkeypatch):
-  runs.use_easy_reward(monkeypatch)
-
-
-def test_packed_run_is_the_unpacked_run(tmp_path, _easy_reward):
+def test_packed_run_is_the_unpacked_run(tmp_path, easy_reward):
   """Lockstep, 4 trainer devices, rows that hold two responses: the same losses, from one compiled step."""
   shared = dict(
     runtime__mode="lockstep", train__micro_batches=4, train__length_buckets=(40, 96), devices__trainer=4,
@@ -153,7 +150,7 @@ def test_packed_run_is_the_unpacked_run(tmp_path, _easy_reward):
       assert left[name] == pytest.approx(right[name], rel=1e-4, abs=1e-7), name
 
 
-def test_nothing_is_compiled_once_training_has_begun(tmp_path, monkeypatch, _easy_reward):
+def test_nothing_is_compiled_once_training_has_begun(tmp_path, monkeypatch, easy_reward):
   """Groups and batches of many lengths, groups of fewer rows, a reference that moves, checkpoints: all from what is
   there."""
   compiled, write = [], metrics.MetricsWriter.write

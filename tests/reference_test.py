@@ -20,7 +20,9 @@ from tba_jax.runtime.settings import StopFlag
 from tba_jax.runtime.trainer import Trainer
 from learner_test import CFG, make_draw, start_params
 import runs
-from runtime_test import _compile_once, _stop_after_step  # noqa: F401  (the fixture)
+from runtime_test import _stop_after_step
+
+pytestmark = pytest.mark.usefixtures("compile_once")
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "temperature"))

@@ -23,18 +23,7 @@ from tba_jax.types import Draw
 import runs
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _compile_once(tmp_path_factory):
-  """Every run compiles the same programs again; the persistent cache makes that a file read."""
-  jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("xla")))
-  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
-  yield
-  jax.config.update("jax_compilation_cache_dir", None)
-
-
-@pytest.fixture(autouse=True)
-def _easy_reward(monkeypatch):
-  runs.use_easy_reward(monkeypatch)
+pytestmark = pytest.mark.usefixtures("compile_once", "easy_reward")
 
 
 def _weights(workdir):
@@ -247,8 +236,7 @@ def test_stop_while_decoding_joins_all_threads_within_ten_seconds(tmp_path, monk
   assert not [t.name for t in threading.enumerate() if t.name.startswith("searcher")]
 
 
-def test_shared_prompts_sample_what_copies_sample(tmp_path, monkeypatch):
-  runs.use_easy_reward(monkeypatch)
+def test_shared_prompts_sample_what_copies_sample(tmp_path):
   for name, changes in (("copies", {}), ("lanes", dict(sample__lane_samples=4))):
     config = runs.short_config(runtime__mode="lockstep", train__steps=2, log__rollouts_per_step=16, **changes)
     assert runs.run(config, tmp_path / name) == 0
@@ -259,8 +247,7 @@ def test_shared_prompts_sample_what_copies_sample(tmp_path, monkeypatch):
     assert runs.results(tmp_path / name)["logprob_gap_max"] < 1e-4
 
 
-def test_an_int8_cache_with_recomputation_in_an_async_run(tmp_path, monkeypatch):
-  runs.use_easy_reward(monkeypatch)
+def test_an_int8_cache_with_recomputation_in_an_async_run(tmp_path):
   config = runs.short_config(sample__lane_samples=4, sample__cache_dtype="int8", sample__recompute_kv=True,
                              eval__every_steps=3)
   assert runs.run(config, tmp_path) == 0
