@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -555,6 +556,15 @@ def test_weights_of_another_layout_are_refused(weights):
 def test_sizes_that_contradict_each_other_are_refused(changes, message):
   with pytest.raises(ValueError, match=message):
     make_engine(**changes)
+
+
+def test_learned_positions_must_reach_over_prompt_and_response_together():
+  learned = dataclasses.replace(CFG, positions="learned", max_positions=MAX_PROMPT + MAX_NEW - 1)
+  sizes = dict(slots=4, max_prompt_tokens=MAX_PROMPT, max_new_tokens=MAX_NEW, chunk_tokens=5, stop_ids=(),
+               dtype=jnp.float32, log_mu_temperature=1.0)
+  for lane_samples in (1, 2):
+    with pytest.raises(ValueError, match="a cache of 40 tokens is longer than the 39 positions that this model has"):
+      Engine(learned, jax.devices()[0], lane_samples=lane_samples, **sizes)
 
 
 def test_slots_must_divide_over_the_mesh():

@@ -200,6 +200,15 @@ def unstack(params: Params) -> Params:
   return {**params, "layers": layers}
 
 
+def check_positions(cfg: ModelConfig, length: int) -> None:
+  """Raises ValueError if sequences of `length` tokens are beyond a table of learned positions."""
+  if cfg.positions == "learned" and length > cfg.max_positions:
+    raise ValueError(
+      f"a cache of {length} tokens is longer than the {cfg.max_positions} positions that this model has learned; "
+      "shorten prompts or responses."
+    )
+
+
 def init_cache(cfg: ModelConfig, *, batch: int, length: int, dtype: jax.typing.DTypeLike,
                backend: str = "xla") -> Cache:
   """An empty cache for `batch` rows of up to `length` tokens; `dtype` is one of `cache.CACHE_DTYPES`, `backend` one of
@@ -207,11 +216,7 @@ def init_cache(cfg: ModelConfig, *, batch: int, length: int, dtype: jax.typing.D
 
   Raises: ValueError if `length` is beyond a table of learned positions.
   """
-  if cfg.positions == "learned" and length > cfg.max_positions:
-    raise ValueError(
-      f"a cache of {length} tokens is longer than the {cfg.max_positions} positions that this model has learned; "
-      "shorten prompts or responses."
-    )
+  check_positions(cfg, length)
   width = kernels.cache_width(cfg.head_dim) if backend == "paged" else cfg.head_dim
   return tuple(cache_lib.empty_layer(batch, cfg.num_kv_heads, length, width, dtype) for _ in range(cfg.num_layers))
 

@@ -120,6 +120,7 @@ def init_state(
   rows = functools.partial(jnp.zeros, (slots,))
   prefix, prefix_lengths = None, None
   if lane_samples > 1:
+    transformer.check_positions(cfg, prefix_tokens + cache_tokens)  # the two stand one behind the other
     num_lanes = slots // lane_samples
     prefix = transformer.init_cache(cfg, batch=num_lanes, length=prefix_tokens, dtype=cache_dtype)
     prefix_lengths = jnp.zeros(num_lanes, jnp.int32)
