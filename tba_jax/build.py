@@ -68,6 +68,8 @@ def _check_model(config: ConfigDict, cfg: ModelConfig) -> None:
     kernels.check_train_backend(cfg, config.train.attention)
   with as_config_error("sample.attention"):
     kernels.check_sample_backend(cfg, config.sample.attention)
+  with as_config_error("sample.max_prompt_tokens + sample.max_new_tokens"):
+    transformer.check_positions(cfg, config.sample.max_prompt_tokens + config.sample.max_new_tokens)
 
 
 class ExtraModel(NamedTuple):

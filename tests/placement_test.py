@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import jax
 import pytest
 
-from tba_jax import placement
+from configs import quickstart
+from tba_jax import build, placement
+from tba_jax.config import ConfigError
 from tba_jax.placement import Placement
 
 PLACED = [
@@ -40,3 +43,17 @@ def test_cpu_devices_share_the_machines_memory_and_the_lazy_buffer_does_not_coun
   placement.check_fits(PLACED, {"all": 3600})
   with pytest.raises(ValueError, match="devices all would hold 3,600 bytes but have 3,599"):
     placement.check_fits(PLACED, {"all": 3599})
+
+
+def test_a_model_with_too_few_learned_positions_is_refused_before_any_device_work(tmp_path):
+  (tmp_path / "config.json").write_text(json.dumps({
+    "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": 300, "n_embd": 32, "n_layer": 2,
+    "n_head": 2, "n_positions": 39, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
+  }))
+  config = quickstart.get_config("smoke").unlock()  # 22 prompt and 18 new tokens
+  config.model.path = str(tmp_path)
+  message = r"sample.max_prompt_tokens \+ sample.max_new_tokens: a cache of 40 tokens is longer than the 39 positions"
+  with pytest.raises(ConfigError, match=message):
+    build.model_config(config)
+  config.sample.max_new_tokens = 17
+  assert build.model_config(config).max_positions == 39
