@@ -37,7 +37,7 @@ def drawn(family: str, number: int) -> dict[str, Any]:
   if family == "gpt2":
     return dict(
       n_embd=width, n_head=heads, n_layer=2, n_inner=pick(None, 36), vocab_size=NUM_ROWS, n_positions=70,
-      tie_word_embeddings=pick(True, False),
+      tie_word_embeddings=pick(True, False), bos_token_id=0, eos_token_id=0,  # the defaults, 50256, are no ids here
     )
   fields = dict(
     hidden_size=width, num_attention_heads=heads, num_hidden_layers=3, intermediate_size=pick(36, 50),
