@@ -56,6 +56,8 @@ def get_config(arg=None):
   )
   config.sample.temperature_ladder = ()  # as (0.7, 1.0): searchers in turn, a ladder of exploration
   config.loss = dict(name="tb_vargrad", beta_init=0.05, beta_final=0.05, beta_decay_steps=0)
+  config.loss.update(gamma_init=1.0, gamma_final=1.0, gamma_steps=0)  # the reference as it is
+  config.loss.update(reward_temperature_init=1.0, reward_temperature_final=1.0, reward_temperature_steps=0)
   config.buffer = dict(
     capacity=20_000, capacity_per_prompt=64, recent_fraction=0.95,
     order="tba", priority="uniform", priority_temperature=1.0,

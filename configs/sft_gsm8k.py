@@ -49,6 +49,8 @@ def get_config(arg=None):
   config.reference = dict(reset_every_steps=0, ema_decay=0.0)
   config.sample.temperature_ladder = ()  # as (0.7, 1.0): searchers in turn, a ladder of exploration
   config.loss = dict(name="tb_vargrad", beta_init=0.01, beta_final=0.01, beta_decay_steps=0)
+  config.loss.update(gamma_init=1.0, gamma_final=1.0, gamma_steps=0)  # the reference as it is
+  config.loss.update(reward_temperature_init=1.0, reward_temperature_final=1.0, reward_temperature_steps=0)
   config.buffer = dict(
     capacity=1_000, capacity_per_prompt=8, recent_fraction=1.0, order="tba", priority="uniform",
     priority_temperature=1.0, fill_responses=0, dedup=True, max_uses=0, max_staleness=-1,

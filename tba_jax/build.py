@@ -361,10 +361,18 @@ def build_trainer(config: ConfigDict, cfg: ModelConfig, params: Any, mesh: Mesh,
     params, frozen = lora_lib.init_adapters(cfg, key, settings=lora), (params,)
   state: TrainState = learner.init_train_state(params, optimizer, mesh=mesh)
   return Trainer(
-      state=state, step=step, beta_at_update=beta_at_update, placement=sharding.batch_sharding(mesh),
+      state=state, step=step, beta_at_update=beta_at_update, tempering_at_update=tempering(config).at, placement=sharding.batch_sharding(mesh),
       row_multiple=train.micro_batches * sharding.num_batch_shards(mesh), length_buckets=train.length_buckets,
       micro_batches=train.micro_batches, pack=train.packing, max_nonfinite_in_row=train.max_nonfinite_in_row,
       dump_folder=folder, frozen=frozen)
+
+
+def tempering(config: ConfigDict) -> optimizers.Tempering:
+  """How the target differs from pi_ref exp(reward / beta), by update."""
+  loss = config.loss
+  return optimizers.Tempering(
+      loss.gamma_init, loss.gamma_final, loss.gamma_steps, loss.reward_temperature_init, loss.reward_temperature_final,
+      loss.reward_temperature_steps)
 
 
 def build_reference(

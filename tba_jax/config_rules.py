@@ -135,6 +135,10 @@ def _check_loss(c: Mapping[str, Any]) -> Iterator[str]:
   for key in ("loss.beta_init", "loss.beta_final"):
     if spec.positive_beta and c[key] <= 0:
       yield f"{key}={c[key]!r} must be above 0 for loss.name={name!r}, which divides rewards by it; set {key} above 0"
+  for key in ("gamma_init", "gamma_final", "reward_temperature_init", "reward_temperature_final"):
+    if c[f"loss.{key}"] != 1 and not name.startswith("tb_"):
+      yield (f"loss.{key}={c[f'loss.{key}']} must be 1 for loss.name={name!r}: only trajectory balance trains a tempered "
+             "target; set it to 1.0, or use a loss tb_*")
   ladder = tuple(c["sample.temperature_ladder"])
   if spec.needs_log_mu and ladder:
     yield (f"sample.temperature_ladder={ladder} must be () for loss.name={name!r}, which needs ratios to the policy "

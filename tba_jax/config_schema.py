@@ -126,6 +126,15 @@ SCHEMA: dict[str, Rule] = {
   "loss.beta_init": _number(0),
   "loss.beta_final": _number(0),
   "loss.beta_decay_steps": _integer(0),
+  # The target is (pi_ref^(1 / gamma) exp(reward / beta))^(1 / reward_temperature), as red-teaming has it; both run
+  # evenly from init to final over so many updates. At 1 they change nothing. Metrics of the distance to the reference
+  # are then of the tempered one.
+  "loss.gamma_init": _number(0, above=True),
+  "loss.gamma_final": _number(0, above=True),
+  "loss.gamma_steps": _integer(0, or_else="0: gamma_final from the start"),
+  "loss.reward_temperature_init": _number(0, above=True),
+  "loss.reward_temperature_final": _number(0, above=True),
+  "loss.reward_temperature_steps": _integer(0, or_else="0: reward_temperature_final from the start"),
   "buffer.capacity": _integer(2, 2**31 - 1),  # responses
   "buffer.capacity_per_prompt": _integer(2),
   "buffer.recent_fraction": _number(0, 1),  # the paper's m

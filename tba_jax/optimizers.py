@@ -89,6 +89,36 @@ def beta_at(update: int, *, beta_init: float, beta_final: float, beta_decay_step
   return beta_final * fraction + beta_init * (1.0 - fraction)
 
 
+def linear_at(update: int, *, init: float, final: float, steps: int) -> float:
+  """A value on its way from init to final: at update u (from 1) min(1, (u - 1) / steps) of it; 0 steps: final."""
+  fraction = min(1.0, (update - 1) / steps) if steps else 1.0
+  return init + (final - init) * fraction
+
+
+class Tempering(NamedTuple):
+  """What makes a target of pi_ref exp(reward / beta): (pi_ref^(1 / gamma) exp(reward / beta))^(1 / temperature).
+
+  gamma flattens the reference (above 1) and the temperature the whole target. Both at 1 change nothing.
+  Source: Lee et al. 2024, arXiv:2405.18540 (log R = log p_ref / gamma + log toxicity / beta, with schedules of gamma
+  and of a temperature over all of it), which Bartoldson et al. 2025, arXiv:2503.18929, train by trajectory balance.
+  """
+
+  gamma_init: float
+  gamma_final: float
+  gamma_steps: int
+  temperature_init: float
+  temperature_final: float
+  temperature_steps: int
+
+  def at(self, update: int) -> tuple[float, float]:
+    """(factor of beta, factor of log_ref) at an update, from 1: trajectory balance with log R = (log_ref / gamma +
+    reward / beta) / T is trajectory balance with the temperature beta T and the reference log_ref / (gamma T)."""
+    gamma = linear_at(update, init=self.gamma_init, final=self.gamma_final, steps=self.gamma_steps)
+    temperature = linear_at(
+      update, init=self.temperature_init, final=self.temperature_final, steps=self.temperature_steps)
+    return temperature, 1.0 / (gamma * temperature)
+
+
 def make_optimizer(
   name: str = "adamw",
   *,

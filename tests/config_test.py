@@ -134,6 +134,13 @@ def test_math_needs_data_and_a_known_size():
     math_config.get_config("size=9B")
 
 
+def test_only_trajectory_balance_has_a_tempered_target():
+  tempered = {"loss.gamma_final": 1.2, "loss.reward_temperature_init": 2.0}
+  config_lib.validate(_quickstart(**tempered), num_devices=3, platform="cpu")
+  found = _problems(_quickstart(**tempered, **{"loss.name": "reinforce", "buffer.dedup": False}))
+  assert len([line for line in found if "must be 1 for loss.name='reinforce': only trajectory balance trains" in line]) == 2
+
+
 def test_a_reference_that_adapters_are_merged_with_does_not_move():
   config = _quickstart(
       **{"lora.pattern": "layers/attn/[qv]", "lora.rank": 8, "lora.alpha": 16.0, "reference.reset_every_steps": 50})

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tba_jax.replay.collate import BatchShape, batch_shapes, collate, round_up
@@ -52,6 +53,8 @@ class Trainer:
     state: initial TrainState, on the trainer's devices.
     step: jitted (state, batch, beta, *frozen) -> (state, metrics), the state donated.
     beta_at_update: KL temperature of update u, from 1.
+    tempering_at_update: factors of beta and of log_ref at update u. Rows keep what they were scored with: a batch is
+      scaled when its step begins.
     placement: of a Batch: shardings.
     row_multiple, length_buckets: see `collate`.
     micro_batches: that the step splits its rows into.
@@ -68,6 +71,7 @@ class Trainer:
       state: TrainState,
       step: Any,
       beta_at_update: Callable[[int], float],
+      tempering_at_update: Callable[[int], tuple[float, float]],
       placement: Batch,
       row_multiple: int,
       length_buckets: Sequence[int],
@@ -78,7 +82,9 @@ class Trainer:
       frozen: tuple[Any, ...] = (),
   ):
     self.state, self._frozen = state, frozen
-    self._step, self._beta_at_update, self._placement = step, beta_at_update, placement
+    self._step, self._placement = step, placement
+    self._beta_at_update, self._tempering_at_update = beta_at_update, tempering_at_update
+    self._scale = jax.jit(jnp.multiply, out_shardings=placement.log_ref)
     self._row_multiple, self._micro_batches, self._pack = row_multiple, micro_batches, pack
     self._length_buckets = tuple(length_buckets)[-1:] if pack else tuple(length_buckets)
     self._max_nonfinite_in_row, self._dump_folder = max_nonfinite_in_row, pathlib.Path(dump_folder)
@@ -123,8 +129,12 @@ class Trainer:
   def dispatch(self, prepared: Prepared) -> None:
     """Starts the step that trains a batch."""
     assert self._under_way is None
-    beta = np.float32(self._beta_at_update(self.version + 1))
-    self.state, metrics = self._program(prepared.batch)(self.state, prepared.batch, beta, *self._frozen)
+    update, batch = self.version + 1, prepared.batch
+    beta_factor, log_ref_factor = self._tempering_at_update(update)
+    if log_ref_factor != 1.0:
+      batch = batch._replace(log_ref=self._scale(batch.log_ref, np.float32(log_ref_factor)))
+    beta = np.float32(self._beta_at_update(update) * beta_factor)
+    self.state, metrics = self._program(batch)(self.state, batch, beta, *self._frozen)
     self._under_way = (prepared, metrics, time.monotonic())
 
   def finish(self) -> StepReport:
