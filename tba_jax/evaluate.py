@@ -32,6 +32,7 @@ from absl import logging
 from tba_jax.checkpoints.huggingface import load_model
 from tba_jax.checkpoints.trained import load_trained
 from tba_jax.learner import make_scorer
+from tba_jax.metrics import StageProgress, bytes_bar
 from tba_jax.models import transformer
 from tba_jax.sample_statistics import majority_at_k, pass_at_k, wilson_interval
 from tba_jax.sampling.engine import Engine, SampledGroup, SampleRequest, sample_keys
@@ -254,7 +255,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     params = jax.tree.map(lambda leaf: jax.device_put(leaf.astype(dtype), jax.devices()[0]), params)
     source = f"{args.workdir} step {step}"
   else:
-    cfg, params, tokenizer = load_model(args.model, dtype=dtype)
+    print(f"loading {args.model}", file=sys.stderr, flush=True)
+    cfg, params, tokenizer = load_model(args.model, dtype=dtype, on_progress=bytes_bar("loading"))
     source = args.model
   settings = TaskSettings(
       seed=options["seed"], data_path=options["data"], max_prompt_tokens=options["max_prompt_tokens"],
@@ -266,11 +268,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
       cfg, jax.devices()[0], slots=max(args.slots, args.samples), max_prompt_tokens=options["max_prompt_tokens"],
       max_new_tokens=options["max_new_tokens"], chunk_tokens=min(16, options["max_new_tokens"]),
       stop_ids=task.tokenizer.stop_ids, dtype=dtype, log_mu_temperature=options["temperature"])
+  bar = StageProgress("evaluating", len(prompts))
   rows = sample_prompts(
       engine, transformer.unstack(params), prompts, task, reward=make_reward(task, jax.devices()[0], for_eval=True),
       num_samples=args.samples, temperature=options["temperature"], max_new_tokens=options["max_new_tokens"],
       seed=options["seed"], path=args.out / "samples.jsonl",
-      on_progress=lambda done: print(f"\r{done}/{len(prompts)}", end="", file=sys.stderr, flush=True))
+      on_progress=bar.update)
+  bar.close()
   summary = {"model": source, "task": options["task"], **summarise(rows, ks=args.k)}
   if args.reference:
     summary["reference_perplexity"] = reference_perplexity(rows, prompts, path=args.reference, dtype=dtype)
@@ -337,7 +341,7 @@ def main(argv: Sequence[str] | None = None) -> None:
   except ValueError as error:
     print(f"error: {error}", file=sys.stderr)
     sys.exit(2)
-  print("\n" + json.dumps(summary, indent=2))
+  print(json.dumps(summary, indent=2))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from absl import logging
 
 from tba_jax.checkpoints.huggingface import save_model
 from tba_jax.checkpoints.trained import load_trained
+from tba_jax.metrics import bytes_bar
 
 
 def export(workdir: pathlib.Path, out: pathlib.Path, *, step: int | None = None) -> int:
@@ -30,7 +31,7 @@ def export(workdir: pathlib.Path, out: pathlib.Path, *, step: int | None = None)
   Raises: ValueError if the workdir holds no such checkpoint or `out` is taken.
   """
   step, cfg, params, tokenizer = load_trained(workdir, step=step)
-  save_model(out, cfg, params, tokenizer)
+  save_model(out, cfg, params, tokenizer, on_progress=bytes_bar(f"writing step {step}"))
   return step
 
 
@@ -44,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
   parser.add_argument("--step", type=int, help="which checkpoint; default: the newest")
   args = parser.parse_args(argv)
   logging.set_verbosity(logging.ERROR)  # orbax warns of every option that reading only implies
+  print(f"reading {args.workdir}", file=sys.stderr, flush=True)
   try:
     step = export(args.workdir, args.out, step=args.step)
   except (ValueError, OSError) as error:

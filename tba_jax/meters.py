@@ -19,6 +19,7 @@ import numpy as np
 from tba_jax.metrics import to_json_line
 
 TIMELINE_FILE = "timeline.jsonl"
+PROFILE_FOLDER = "profile"
 
 
 # --- Timeline ---
@@ -173,6 +174,40 @@ def total_secs(intervals: np.ndarray) -> float:
   return float(np.sum(intervals[:, 1] - intervals[:, 0]))
 
 
+# --- Profile ---
+
+
+class Profile:
+  """Jax's own profile of some steps, in workdir/profile: every device program and what Python did meanwhile.
+
+  TensorBoard shows it with its profile plugin, Perfetto reads the .trace.json.gz in it.
+  """
+
+  def __init__(self, workdir: str | os.PathLike[str], *, steps: Sequence[int], say: Callable[[str], None]):
+    """`steps`: first and last one; () for none."""
+    self._folder, self._steps, self._say = pathlib.Path(workdir) / PROFILE_FOLDER, tuple(steps), say
+    self._is_on = False
+
+  def after_step(self, step: int) -> None:
+    """Begins after the step before the first one (0: before all), ends after the last."""
+    import jax
+
+    if self._steps and step == self._steps[0] - 1:
+      jax.profiler.start_trace(str(self._folder))
+      self._is_on = True
+    if self._is_on and step >= self._steps[1]:
+      self.close()
+
+  def close(self) -> None:
+    """Writes what there is; a run that is stopped within the steps keeps it."""
+    import jax
+
+    if self._is_on:
+      self._is_on = False
+      jax.profiler.stop_trace()
+      self._say(f"profile written to {self._folder}")
+
+
 # --- Staleness and waits ---
 
 
@@ -182,12 +217,11 @@ _CLEAR = 0.05  # a side that waits for less than this share of the time hardly w
 def bottleneck(trainer_waits: float, searchers_wait: float) -> str:
   """Who holds up whom, by the share of the time that each side waits for the other, as one line to read.
 
-  Where neither waits, searchers run free: what they sample beyond the trainer's need is no waiting, so the trainer is
-  the limit.
+  Where neither waits, searchers run free: what they sample beyond the trainer's need is no waiting.
   """
   if trainer_waits < _CLEAR and searchers_wait < _CLEAR:
-    return (f"the trainer: it waits for {trainer_waits:.0%} of the time, searchers for {searchers_wait:.0%}; nobody "
-            "idles")
+    return (f"none: neither waits for the other (trainer {trainer_waits:.0%}, searchers {searchers_wait:.0%} of the "
+            "time)")
   slow, fast, share = ("searchers", "the trainer waits", trainer_waits) if trainer_waits >= searchers_wait else (
       "the trainer", "searchers wait", searchers_wait)
   other = f"searchers for {searchers_wait:.0%}" if slow == "searchers" else f"the trainer for {trainer_waits:.0%}"
@@ -206,8 +240,12 @@ class StalenessStats:
     staleness = np.asarray(staleness)
     assert np.issubdtype(staleness.dtype, np.integer) and (staleness >= 0).all(), staleness
     values, counts = np.unique(staleness, return_counts=True)
+    self.add_counts(dict(zip(values.tolist(), counts.tolist())))
+
+  def add_counts(self, counts: Mapping[int, int]) -> None:
+    """Counts responses that are counted already, by staleness."""
     with self._lock:
-      self._counts.update(dict(zip(values.tolist(), counts.tolist())))
+      self._counts.update(counts)
 
   def summary(self) -> dict[str, float]:
     """{"staleness_mean", "staleness_p95", "staleness_max"}; p95 is the least s that 95% of responses do not exceed.

@@ -327,6 +327,44 @@ class StageProgress:
       print(file=self._stream, flush=True)
 
 
+def bytes_bar(name: str) -> Callable[[int, int], None]:
+  """A callback (done_bytes, of_bytes) that shows a `StageProgress` in megabytes."""
+  bars = []
+
+  def on_progress(done_bytes: int, of_bytes: int) -> None:
+    if not bars:
+      bars.append(StageProgress(f"{name}, MB:", max(1, round(of_bytes / 1e6))))
+    bars[0].update(max(1, round(of_bytes / 1e6)) if done_bytes >= of_bytes else round(done_bytes / 1e6))
+    if done_bytes >= of_bytes:
+      bars[0].close()
+
+  return on_progress
+
+
+class SlowStage:
+  """Says every few seconds how far a stage is that goes on beside others; nothing of one that is over sooner."""
+
+  def __init__(
+    self, name: str, num: int, *, say: Callable[[str], None], interval_secs: float = 10.0,
+    clock: Callable[[], float] = time.monotonic,
+  ):
+    self._name, self._num, self._say, self._interval_secs, self._clock = name, num, say, interval_secs, clock
+    self._first: tuple[int, float] | None = None  # what was done at the first update, and when that was
+    self._said_secs = math.inf
+
+  def update(self, done: int) -> None:
+    """`done` of `num` are done."""
+    now = self._clock()
+    if self._first is None:
+      self._first, self._said_secs = (done, now), now
+    if done >= self._num or now - self._said_secs < self._interval_secs:
+      return
+    self._said_secs = now
+    rate = (done - self._first[0]) / (now - self._first[1])
+    eta = format_secs((self._num - done) / rate) if rate > 0 else "?"
+    self._say(f"{self._name} {done:,}/{self._num:,}  {rate:.3g}/s  ETA {eta}")
+
+
 # --- Results ---
 
 

@@ -65,6 +65,13 @@ class LogprobGap:
   p95: float
   num_tokens: int
 
+  @classmethod
+  def of(cls, group: RolloutGroup, log_pi: np.ndarray) -> LogprobGap:
+    """The comparison of a group, all of one version, with what `Searcher.log_pi` gave for it."""
+    real = np.arange(group.tokens.shape[1]) < group.lengths[:, None]
+    gap = np.abs(log_pi - group.log_mu)[real]
+    return cls(int(group.versions[0, 0]), float(gap.max()), float(np.quantile(gap, 0.95)), int(gap.size))
+
 
 class Searcher:
   """Turns occurrences into graded, scored groups.
@@ -229,15 +236,13 @@ class Searcher:
     """Ends the grader's thread."""
     self._grader.close()
 
-  def logprob_gap(self, group: RolloutGroup) -> LogprobGap | None:
-    """Scores a group by the trainer's path at the weights that sampled it; None if they are not at hand any more."""
+  def log_pi(self, group: RolloutGroup) -> np.ndarray | None:
+    """log_pi [S, T] by the trainer's path at the weights that sampled the group; None if they are not at hand any
+    more."""
     held = self._given
     if held is None or not all((group.versions[i, :n] == held.version).all() for i, n in enumerate(group.lengths)):
       return None
-    log_pi = self._score_rows(self._score_decode_layout, held.params, group.prompt, group.tokens, group.lengths)
-    real = np.arange(group.tokens.shape[1]) < group.lengths[:, None]
-    gap = np.abs(log_pi - group.log_mu)[real]
-    return LogprobGap(held.version, float(gap.max()), float(np.quantile(gap, 0.95)), int(gap.size))
+    return self._score_rows(self._score_decode_layout, held.params, group.prompt, group.tokens, group.lengths)
 
   def _finish(self, sampled: SampledGroup) -> RolloutGroup | None:
     occurrence, prompt = sampled.tag, self._prompts[sampled.tag.prompt_id]

@@ -84,6 +84,12 @@ class Tokenizer:
     """Text of token ids; special tokens are left out, spaces are kept as they are."""
     return self.hf.backend_tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
+  def pieces(self, ids: Sequence[int]) -> list[str]:
+    """What each token adds to the text of the one before it; joined they are `decode(ids)`, unless a character is split
+    between tokens. A special token adds nothing."""
+    befores = [ids[max(0, index - 1) : index] for index in range(len(ids))]
+    return [self.decode([*before, token])[len(self.decode(before)) :] for before, token in zip(befores, ids)]
+
   @property
   def bos_id(self) -> int | None:
     return self.hf.bos_token_id

@@ -22,15 +22,17 @@ from ml_collections import ConfigDict
 
 from tba_jax import build, metrics, sharding
 from tba_jax import config as config_lib
+from tba_jax.alarms import Alarms
 from tba_jax.checkpoints.run_state import RunState
 from tba_jax.deadlines import Heartbeat, Watchdog
-from tba_jax.meters import WaitMeter
+from tba_jax.meters import Profile, WaitMeter
 from tba_jax.runtime.local import run_async
 from tba_jax.runtime.lockstep import run_lockstep
 from tba_jax.runtime.order import OrderLog, run_replay
 from tba_jax.runtime.run import Run
 from tba_jax.runtime.settings import RunSettings, StopFlag
-from tba_jax.workdir import as_config_error, say, stop_on_signals, workdir_of_this_run
+from tba_jax.workdir import (
+    advising_on_memory, as_config_error, memory_advice, say, stop_on_signals, workdir_of_this_run)
 
 DONE, FAULT = 0, 1
 
@@ -97,16 +99,19 @@ def _run(config: ConfigDict, folder: pathlib.Path, stop: StopFlag, stack: contex
   with as_config_error(str(folder)):
     writer = metrics.MetricsWriter(folder, resume_step=steps_done)
     rollouts = metrics.RolloutLog(folder, resume_step=steps_done)
+    alarms = Alarms(folder, resume_step=steps_done, num_searchers=len(searchers),
+                    is_async=config.runtime.mode == "async")
   progress = metrics.Progress(config.train.steps, start_step=max(0, steps_done))
-  for closes in (writer, rollouts, progress):
+  profile = Profile(folder, steps=config.log.profile_steps, say=progress.message)
+  for closes in (writer, rollouts, alarms, progress, profile):
     stack.callback(closes.close)
   run_state.say = progress.message
   order_log = OrderLog(folder) if config.runtime.mode == "async" else None
   the_run = Run(
       settings=build.run_settings(config), task=task, eval_prompts=eval_prompts, trainer=trainer, reference=reference,
       searchers=searchers, make_searcher=make_searcher, exchange=exchange, weights=weights, run_state=run_state,
-      writer=writer, rollouts=rollouts, timeline=timeline, waits=WaitMeter(),
-      progress=progress, stop=stop, began=began)
+      writer=writer, rollouts=rollouts, alarms=alarms, timeline=timeline, waits=WaitMeter(),
+      profile=profile, progress=progress, stop=stop, began=began)
   if snapshot is not None:
     if config.runtime.replay_order:
       raise config_lib.ConfigError([f"runtime.replay_order={config.runtime.replay_order!r} is followed from the first "
@@ -121,13 +126,15 @@ def _run(config: ConfigDict, folder: pathlib.Path, stop: StopFlag, stack: contex
     the_run.publish(wait=True)
 
   # --- Compile, drive ---
-  _compile(the_run)
+  with advising_on_memory():
+    _compile(the_run)
   code = _drive(the_run, folder)
   if code == DONE and not stop.is_set():
     results = the_run.results()
     metrics.write_results(folder, results)
     progress.close()
     print(metrics.results_table(results), end="", flush=True)
+    say(f"a page to look at: python -m tba_jax.report {folder}")
     if config.train.steps and not results["logprob_tokens_compared"]:
       say("error: not one group could be compared with the trainer's log-probabilities: none was sampled by weights of "
           "one version that were still at hand; set sample.in_flight=False or sync.every_steps higher")
@@ -149,7 +156,7 @@ def _drive(the_run: Run, folder: pathlib.Path) -> int:
       code = DONE
     except Exception as error:  # the run's last word on any fault: what happened, a checkpoint, exit code 1
       the_run.progress.message("".join(traceback.format_exception(error)).rstrip())
-      the_run.progress.message(f"error: {error}")
+      the_run.progress.message(f"error: {memory_advice(error) or error}")
       code = FAULT
     if the_run.step > 0 or the_run.totals.last_eval_step >= 0:
       failed = the_run.run_state.num_failed

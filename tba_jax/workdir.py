@@ -80,5 +80,26 @@ def as_config_error(key: str) -> Iterator[None]:
     raise config_lib.ConfigError([f"{key}: {error}"]) from error
 
 
+def memory_advice(error: BaseException) -> str | None:
+  """What to do about a program that did not fit in a device's memory; None for any other error."""
+  if "RESOURCE_EXHAUSTED" not in str(error):
+    return None
+  return ("out of device memory: raise train.micro_batches, set train.remat=full, lower sample.slots or "
+          "sample.max_new_tokens, store the cache in sample.cache_dtype=bfloat16 or int8, or use more devices; python -m "
+          "tba_jax.plan says what fits")
+
+
+@contextlib.contextmanager
+def advising_on_memory() -> Iterator[None]:
+  """An error of memory is followed by what to do about it, and raised on."""
+  try:
+    yield
+  except Exception as error:
+    advice = memory_advice(error)
+    if advice is not None:
+      say(f"error: {advice}")
+    raise
+
+
 def say(text: str) -> None:
   print(text, file=sys.stderr, flush=True)

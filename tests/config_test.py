@@ -263,6 +263,8 @@ def test_adapters_of_the_attention():
   ("runtime.backend", "slurm", "runtime.backend='slurm' must be one of local, ray"),
   ("buffer.priority", "rewards",
    "buffer.priority='rewards' must be one of uniform, reward, residual; did you mean reward?"),
+  ("log.profile_steps", (3, 2),
+   "log.profile_steps=(3, 2) must be a tuple of the first and the last step to profile, as (11,13); () for none"),
   ("sample.temperature_ladder", (0.7, 0.0),
    "sample.temperature_ladder=(0.7, 0.0) must be a tuple of temperatures above 0, as (0.7,1.0); () for none"),
   ("train.schedule", "cosin",

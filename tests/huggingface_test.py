@@ -121,10 +121,15 @@ def test_loads_what_transformers_saves_with_equal_logits(tmp_path: pathlib.Path)
 @pytest.mark.parametrize("shard_bytes", [4 << 30, 20_000])
 def test_load_save_load_is_bitwise(tmp_path: pathlib.Path, dtype: Any, shard_bytes: int):
   cfg, params = saved(tmp_path / "first", dtype=dtype, tie_word_embeddings=False)
-  cfg_1, params_1, tokenizer = load_model(tmp_path / "first", dtype=dtype)
-  save_model(tmp_path / "second", cfg_1, params_1, tokenizer, shard_bytes=shard_bytes)
+  read, written = [], []
+  note = lambda told: lambda *bytes_: told.append(bytes_)
+  cfg_1, params_1, tokenizer = load_model(tmp_path / "first", dtype=dtype, on_progress=note(read))
+  save_model(tmp_path / "second", cfg_1, params_1, tokenizer, shard_bytes=shard_bytes, on_progress=note(written))
   cfg_2, params_2, tokenizer_2 = load_model(tmp_path / "second", dtype=dtype)
   assert cfg == cfg_1 == cfg_2
+  all_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+  for told in (read, written):
+    assert len(told) > 5 and sorted(told) == told and told[0][0] > 0 and told[-1] == (all_bytes, all_bytes)
   assert equal_bits(params, params_1) and equal_bits(params_1, params_2)
   assert tokenizer_2.stop_ids == tokenizer.stop_ids == (0, 2)
   assert tokenizer_2.chat([{"role": "user", "content": "16"}]) == tokenizer.chat([{"role": "user", "content": "16"}])

@@ -192,7 +192,7 @@ def test_waits_add_up_per_side_also_while_open_and_after_errors():
 @pytest.mark.parametrize("waits, says", [
     ((0.43, 0.02), "searchers: the trainer waits for 43% of the time, searchers for 2%"),
     ((0.01, 0.3), "the trainer: searchers wait for 30% of the time, the trainer for 1%"),
-    ((0.01, 0.0), "the trainer: it waits for 1% of the time, searchers for 0%; nobody idles"),
+    ((0.01, 0.0), "none: neither waits for the other (trainer 1%, searchers 0% of the time)"),
 ])
 def test_the_bottleneck_is_who_is_waited_for(waits, says):
   assert bottleneck(*waits) == says

@@ -14,6 +14,7 @@ import pytest
 from tensorboardX.proto import event_pb2
 from tensorboardX.record_writer import masked_crc32c
 
+import parity
 from tba_jax import metrics
 
 
@@ -70,6 +71,18 @@ def test_tensorboard_events_are_the_finite_numbers(tmp_path):
   writer.close()
   expected = {(0, "train/reward"): 0.25, (1, "train/reward"): 0.75, (1, "count"): 12.0}
   assert before_close == expected == _scalars(_events(tmp_path / "tensorboard"))
+
+
+def test_tensorboard_itself_reads_the_events_also_after_a_resume(tmp_path):
+  accumulator = parity.require("tensorboard.backend.event_processing.event_accumulator")
+  for resume_step, values in ((-1, {0: 0.0, 1: 0.5, 2: 1.0, 3: 1.5, 4: 2.0}), (2, {3: 30.0})):
+    writer = metrics.MetricsWriter(tmp_path, resume_step=resume_step)
+    for step, value in values.items():
+      writer.write(step, {"reward": value, "staleness_counts": {"1": 3}, "bad": math.nan})
+    writer.close()
+  events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+  assert events.Tags()["scalars"] == ["reward"]
+  assert [(event.step, event.value) for event in events.Scalars("reward")] == [(0, 0.0), (1, 0.5), (2, 1.0), (3, 30.0)]
 
 
 def test_resume_cuts_lines_beyond_its_step_and_hides_their_events(tmp_path):
@@ -234,6 +247,31 @@ def test_stage_counts_its_rate_from_the_first_update_on():
   assert lines[0] == "fine-tuning 1/40  loss 1  0/s  ETA ?"
   assert lines[1] == "fine-tuning 6/40  loss 6  1/s  ETA 0:34"
   assert [line.split()[1] for line in lines[-2:]] == ["36/40", "40/40"]  # the last one comes at once
+
+
+def test_a_slow_stage_is_told_and_a_short_one_is_not():
+  now, said = [0.0], []
+  stage = metrics.SlowStage("filling", 1200, say=said.append, interval_secs=10.0, clock=lambda: now[0])
+  for done in range(0, 1201, 100):
+    stage.update(done)
+    now[0] += 4.0
+  assert said == ["filling 300/1,200  25/s  ETA 0:36", "filling 600/1,200  25/s  ETA 0:24",
+                  "filling 900/1,200  25/s  ETA 0:12"]
+  short = metrics.SlowStage("filling", 3, say=said.append, interval_secs=10.0, clock=lambda: now[0])
+  for done in range(4):
+    short.update(done)
+    now[0] += 3.0
+  assert len(said) == 3
+
+
+def test_a_bar_of_bytes_ends_with_all_of_them(capsys):
+  on_progress = metrics.bytes_bar("loading")
+  for done in (100_000, 2_400_000, 5_000_001):
+    on_progress(done, 5_000_001)
+  lines = capsys.readouterr().err.splitlines()
+  assert lines[0].startswith("loading, MB: 0/5 ") and lines[-1].startswith("loading, MB: 5/5 ")
+  metrics.bytes_bar("writing")(10, 10)
+  assert capsys.readouterr().err.startswith("writing, MB: 1/1 ")
 
 
 @pytest.mark.parametrize("secs, text", [(0, "0:00"), (59.6, "1:00"), (3599, "59:59"), (3723, "1:02:03"), (-1, "0:00")])

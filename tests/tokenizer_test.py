@@ -28,6 +28,15 @@ def test_ids_equal_transformers_and_text_comes_back_exactly():
   assert tokenizer.vocab_size == 320
 
 
+def test_pieces_are_what_each_token_adds_to_the_text():
+  tokenizer = make_tokenizer(tiny_tokenizers.byte_level(eos_token="<|im_end|>"), source="here")
+  ids = tokenizer.encode("  Janet's 16 eggs ,  a  day !\n\n\t<|im_end|> 1,000.50")
+  pieces = tokenizer.pieces(ids)
+  assert "".join(pieces) == tokenizer.decode(ids) and len(pieces) == len(ids)
+  assert pieces == ["" if token == IM_END else tokenizer.decode([token]) for token in ids]
+  assert tokenizer.pieces([]) == []
+
+
 def test_begin_of_text_only_when_asked():
   hf = tiny_tokenizers.byte_level(bos_token="<|im_start|>", eos_token="<|im_end|>")
   hf.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(

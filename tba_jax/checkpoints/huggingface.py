@@ -23,7 +23,8 @@ import safetensors.numpy
 from tba_jax.checkpoints.gguf import read_gguf
 from tba_jax.checkpoints.locate import locate
 from tba_jax.checkpoints.stored import StoredTensor, open_safetensors, read_json
-from tba_jax.checkpoints.streaming import Put, by_table_name, check_match, load_tree, some
+from tba_jax.checkpoints.streaming import (
+  OnBytes, Put, by_table_name, check_match, load_tree, no_progress, some)
 from tba_jax.models import encoder, hf_names
 from tba_jax.models.transformer import abstract_params
 from tba_jax.models.variants import HARMLESS, ModelConfig, from_huggingface, pad_id, to_huggingface
@@ -37,6 +38,7 @@ def load_model(
   put: Put | None = None,
   shardings: Any = None,
   extra_stop_ids: Sequence[int] = (),
+  on_progress: OnBytes = no_progress,
 ) -> tuple[ModelConfig, dict[str, Any], Tokenizer]:
   """Loads config, parameters and tokenizer of a decoder.
 
@@ -47,6 +49,7 @@ def load_model(
     shardings: instead of `put`: a tree of shardings like the parameters. Each device's part of a leaf is assembled by
       itself, and only the parts of this process.
     extra_stop_ids: ids that end a response beside those that the model names.
+    on_progress: told of every leaf (done_bytes, of_bytes).
   Returns: the config (with `vocab_size` lowered to the ids that the tokenizer has), parameters, tokenizer.
   Raises: ValueError naming the file and what is wrong with it.
   """
@@ -75,7 +78,8 @@ def load_model(
   if cfg.tie_embeddings:
     _check_tied(cfg, tensors, source)
   params = load_tree(
-    entries, tensors, num_layers=cfg.num_layers, dtype=dtype, put=put, shardings=shardings, source=source
+    entries, tensors, num_layers=cfg.num_layers, dtype=dtype, put=put, shardings=shardings, source=source,
+    on_progress=on_progress,
   )
   return cfg, params, tokenizer
 
@@ -190,6 +194,7 @@ def save_model(
   tokenizer: Tokenizer,
   *,
   shard_bytes: int = 4 << 30,
+  on_progress: OnBytes = no_progress,
 ) -> None:
   """Writes a folder that transformers and `load_model` read: config, generation config, tokenizer, safetensors.
 
@@ -200,6 +205,7 @@ def save_model(
     folder: must not exist yet, or be empty.
     params: all addressable from this process, with layers stacked; f32, f16 or bf16.
     shard_bytes: largest size of one safetensors file (a single tensor may exceed it).
+    on_progress: told of every tensor (done_bytes, of_bytes).
   Raises: ValueError if the folder holds something already, or if the parameters are not those of `cfg`.
   """
   folder = pathlib.Path(folder)
@@ -213,7 +219,7 @@ def save_model(
     config = {**to_huggingface(cfg), "dtype": dtype, "eos_token_id": list(tokenizer.stop_ids)}
     (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     tokenizer.save(temporary)
-    _write_safetensors(temporary, cfg, params, shard_bytes)
+    _write_safetensors(temporary, cfg, params, shard_bytes, on_progress)
     _give_ordinary_modes(temporary)
     if folder.exists():
       folder.rmdir()
@@ -243,7 +249,10 @@ def _check_params(cfg: ModelConfig, params: Mapping[str, Any]) -> None:
     )
 
 
-def _write_safetensors(folder: pathlib.Path, cfg: ModelConfig, params: Mapping[str, Any], shard_bytes: int) -> None:
+def _write_safetensors(
+  folder: pathlib.Path, cfg: ModelConfig, params: Mapping[str, Any], shard_bytes: int,
+  on_progress: OnBytes,
+) -> None:
   by_name: dict[str, list[hf_names.HfTensor]] = collections.defaultdict(list)
   for entry in hf_names.hf_to_tree(cfg):
     by_name[entry.hf_name].append(entry)
@@ -256,13 +265,16 @@ def _write_safetensors(folder: pathlib.Path, cfg: ModelConfig, params: Mapping[s
       num_bytes = 0
     shards[-1].append(name)
     num_bytes, total_bytes = num_bytes + size, total_bytes + size
-  weight_map = {}
+  weight_map, done_bytes = {}, 0
   for i, names in enumerate(shards, start=1):
     file = "model.safetensors" if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
     # The metadata tells transformers that the layout is its own.
-    safetensors.numpy.save_file(
-      {name: _tensor(params, by_name[name]) for name in names}, folder / file, metadata={"format": "pt"}
-    )
+    tensors = {}
+    for name in names:
+      tensors[name] = _tensor(params, by_name[name])
+      done_bytes += tensors[name].nbytes
+      on_progress(done_bytes, total_bytes)
+    safetensors.numpy.save_file(tensors, folder / file, metadata={"format": "pt"})
     weight_map |= dict.fromkeys(names, file)
   if len(shards) > 1:
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}

@@ -8,6 +8,7 @@ error and never a model with some of its weights.
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,8 +21,13 @@ from tba_jax.checkpoints.stored import DTYPES, StoredTensor
 from tba_jax.models.hf_names import HfTensor
 
 Put = Callable[[tuple[str, ...], np.ndarray], jax.Array]
+OnBytes = Callable[[int, int], None]  # (done_bytes, of_bytes)
 
 _FINITE_CHUNK = 1 << 24  # elements checked at a time, so that the check needs little memory beside the tensor
+
+
+def no_progress(done_bytes: int, of_bytes: int) -> None:
+  """Tells nobody."""
 
 
 def some(names: Sequence[str]) -> str:
@@ -86,7 +92,7 @@ def check_match(
 
 def load_tree(
   entries: Sequence[HfTensor], tensors: Mapping[str, StoredTensor], *, num_layers: int, dtype: jax.typing.DTypeLike,
-  put: Put | None, source: str, shardings: Any = None,
+  put: Put | None, source: str, shardings: Any = None, on_progress: OnBytes = no_progress,
 ) -> dict[str, Any]:
   """Reads the leaves that `entries` name, as a nested dict.
 
@@ -96,16 +102,19 @@ def load_tree(
     put: `put(tree_path, array)` places one finished leaf; None for `jnp.asarray`.
     shardings: instead of `put`: a tree of shardings of the same structure. Each device's part of a leaf is assembled by
       itself, and only the parts of this process.
+    on_progress: told of every leaf (done_bytes, of_bytes).
   Raises: ValueError for a tensor that cannot be read or is not finite in `dtype`.
   """
   leaves: dict[tuple[str, ...], list[HfTensor]] = collections.defaultdict(list)
   for entry in entries:
     leaves[entry.path].append(entry)
+  shapes = {path: (num_layers,) * (parts[0].layer is not None) + tuple(parts[0].transform.tree_shape)
+            for path, parts in leaves.items()}
+  sizes = {path: math.prod(shape) * np.dtype(dtype).itemsize for path, shape in shapes.items()}
   params: dict[str, Any] = {}
+  done_bytes = 0
   for path, parts in leaves.items():
-    shape = parts[0].transform.tree_shape
-    if parts[0].layer is not None:
-      shape = (num_layers, *shape)
+    shape = shapes[path]
     if shardings is None:
       (array,) = _assemble(parts, tensors, [tuple(slice(0, n) for n in shape)], np.dtype(dtype), source)
       leaf = jnp.asarray(array) if put is None else put(path, array)
@@ -118,6 +127,8 @@ def load_tree(
     for key in path[:-1]:
       node = node.setdefault(key, {})
     node[path[-1]] = leaf
+    done_bytes += sizes[path]
+    on_progress(done_bytes, sum(sizes.values()))
   return params
 
 

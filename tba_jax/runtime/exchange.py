@@ -79,6 +79,16 @@ class Exchange:
     self._starving = False  # the last attempt to draw found no batch
     self._ended_at_draw = 0  # occurrences that had ended, with a group or without, when the last batch was drawn
 
+  @property
+  def num_arrived(self) -> int:
+    """Responses over the whole run."""
+    return self._num_arrived
+
+  @property
+  def fill_responses(self) -> int:
+    """As many arrive before the first batch is drawn."""
+    return self._fill_responses
+
   # --- Searchers ---
 
   def try_start(self, *, version: int, owner: int = 0) -> Occurrence | None:

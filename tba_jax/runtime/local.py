@@ -91,8 +91,7 @@ class SearcherThread:
       return
     for occurrence, group in searcher.step():
       if run.exchange.bring(occurrence, group) and group is not None:
-        run.note_group(group)
-        run.check_gap(searcher, group)
+        run.note_group(searcher, group)
 
 
 class SearcherPool:
@@ -222,6 +221,7 @@ def _next_batch(run: Run, pool: SearcherPool, *, version: int) -> Prepared | Non
 
   def alive() -> None:
     run.heartbeat.beat("wait")
+    run.tell_fill()
     pool.watch()
     if run.stop.is_set():
       run.exchange.stop()

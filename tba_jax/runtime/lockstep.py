@@ -64,8 +64,7 @@ def _sample_and_draw(run: Run) -> Draw | None:
       return None
     for occurrence, group in finished:
       if group is not None:
-        run.check_gap(run.searchers[group.searcher], group)
-        run.note_group(group)
+        run.note_group(run.searchers[group.searcher], group)
       run.exchange.bring(occurrence, group)
     draw = run.exchange.try_draw(version=run.trainer.version)
     if draw is not None:

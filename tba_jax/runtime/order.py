@@ -115,8 +115,7 @@ def _bring(run: Run, events: Sequence[dict[str, Any]], held: dict[int, Weights])
     occurrence = _occurrence(event)
     group = found.get(occurrence.occurrence)
     if group is not None:
-      run.note_group(group)
-      run.check_gap(searcher, group)
+      run.note_group(searcher, group)
     run.exchange.bring_again(occurrence, group)
 
 

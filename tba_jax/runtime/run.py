@@ -14,11 +14,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from tba_jax.alarms import Alarms
 from tba_jax.checkpoints.run_state import RunState, Snapshot
 from tba_jax.deadlines import Heartbeat
 from tba_jax.evaluate import Evaluation, evaluate_greedy
-from tba_jax.meters import StalenessStats, Timeline, WaitMeter, bottleneck
-from tba_jax.metrics import MetricsWriter, Progress, RolloutLog, format_secs
+from tba_jax.meters import Profile, StalenessStats, Timeline, WaitMeter, bottleneck
+from tba_jax.metrics import MetricsWriter, Progress, RolloutLog, SlowStage
 from tba_jax.runtime.exchange import Exchange
 from tba_jax.runtime.reference import Reference
 from tba_jax.runtime.settings import RunSettings, StopFlag, Totals
@@ -30,7 +31,6 @@ from tba_jax.weights import Weights, WeightStore
 
 # A loss reports the truncated rows of its batch under the shorter name.
 _COUNT_NAMES = {"truncated": "truncated_rollouts"}
-_SAY_EVAL_SECS = 10.0
 _SEARCHER_COUNTS = tuple(field.name for field in dataclasses.fields(SearcherCounts))
 
 
@@ -57,8 +57,10 @@ class Run:
       run_state: RunState,
       writer: MetricsWriter,
       rollouts: RolloutLog,
+      alarms: Alarms,
       timeline: Timeline,
       waits: WaitMeter,
+      profile: Profile,
       progress: Progress,
       stop: StopFlag,
       began: float,
@@ -66,8 +68,9 @@ class Run:
     self.settings, self.task, self.eval_prompts = settings, task, eval_prompts
     self.trainer, self.searchers, self.exchange, self.weights = trainer, searchers, exchange, weights
     self.reference = reference
-    self.run_state, self.writer, self.rollouts = run_state, writer, rollouts
-    self.timeline, self.waits, self.progress, self.stop = timeline, waits, progress, stop
+    self.run_state, self.writer, self.rollouts, self.alarms = run_state, writer, rollouts, alarms
+    self.timeline, self.waits, self.profile = timeline, waits, profile
+    self.progress, self.stop = progress, stop
     self.heartbeat = Heartbeat("the main thread")  # of the thread that trains and, in lockstep, samples
     self._make_searcher = make_searcher
     self.staleness = StalenessStats()
@@ -76,21 +79,27 @@ class Run:
     self._began = began
     self._train_began: float | None = None
     self._lock = threading.Lock()
-    self._fresh_groups: list[RolloutGroup] = []  # since the last logged step, at most what is logged of them
+    # Since the last logged step, at most what is logged of them; with log_pi [S, T] by the trainer's path if compared.
+    self._fresh_groups: list[tuple[RolloutGroup, np.ndarray | None]] = []
     self._gaps: list[LogprobGap] = []  # since the last logged step
-    self._logged_at: tuple[float, int, int] | None = None  # time, trained and generated tokens at the last logged step
+    self._logged_at: tuple[float, int, int] | None = None  # time, trained and generated tokens when last logged
     self._accuracy = math.nan
     self._evaluating_step = -1  # the last step whose evaluation was asked for in this process
     self.num_evaluated = 0
     self._to_book: StepReport | None = None  # of the step finished last
+    self._fill = SlowStage("filling the buffer: responses", exchange.fill_responses, say=progress.message)
 
   # --- What searchers report ---
 
-  def note_group(self, group: RolloutGroup) -> None:
-    """Keeps a few groups for people to read."""
+  def note_group(self, searcher: Searcher, group: RolloutGroup) -> None:
+    """Compares one group a version with the trainer's path, and keeps a few for people to read, such a one first."""
+    log_pi = self._compare(searcher, group)
+    wanted = self.settings.rollouts_per_step
     with self._lock:
-      if len(self._fresh_groups) < self.settings.rollouts_per_step:
-        self._fresh_groups.append(group)
+      if log_pi is not None:
+        self._fresh_groups = [(group, log_pi), *self._fresh_groups][:wanted]
+      elif len(self._fresh_groups) < wanted:
+        self._fresh_groups.append((group, None))
 
   def note_gap(self, gap: LogprobGap) -> None:
     """Books a comparison of the sampler's log-probabilities with the trainer's."""
@@ -101,15 +110,17 @@ class Run:
       totals.logprob_gap_p95 = max(totals.logprob_gap_p95, gap.p95)
       totals.logprob_tokens_compared += gap.num_tokens
 
-  def check_gap(self, searcher: Searcher, group: RolloutGroup) -> None:
-    """Once per version: compares this group's log_mu with the trainer's path, if its weights are still at hand."""
+  def _compare(self, searcher: Searcher, group: RolloutGroup) -> np.ndarray | None:
+    """Once per version: log_pi [S, T] of this group by the trainer's path, if its weights are still at hand."""
     version = int(group.versions[0, 0])
-    if self.exchange.claim_check(version):
-      gap = searcher.logprob_gap(group)
-      if gap is None:
-        self.exchange.unclaim_check(version)
-      else:
-        self.note_gap(gap)
+    if not self.exchange.claim_check(version):
+      return None
+    log_pi = searcher.log_pi(group)
+    if log_pi is None:
+      self.exchange.unclaim_check(version)
+    else:
+      self.note_gap(LogprobGap.of(group, log_pi))
+    return log_pi
 
   def replace_searcher(self, index: int) -> Searcher:
     """Another searcher in the place of one that was given up, whose counts stand."""
@@ -140,7 +151,14 @@ class Run:
   def begin_training(self) -> None:
     if self._train_began is None:
       self._train_began = time.monotonic()
+      self._logged_at = (self._train_began, self.totals.trained_tokens, self.searcher_counts()["generated_tokens"])
       self.progress.start_clock()
+      self.profile.after_step(self.step)
+
+  def tell_fill(self) -> None:
+    """Before the first batch: how far the buffer is."""
+    if self._train_began is None:
+      self._fill.update(self.exchange.num_arrived)
 
   def prepare(self, draw: Draw) -> Prepared:
     """The batch of a draw, by one reference. Goes on beside a step that is under way."""
@@ -163,6 +181,7 @@ class Run:
     """Waits for the step under way. Its version counts from here on; its books may be done while the next step runs."""
     assert self._to_book is None
     self._to_book = self.trainer.finish()
+    self.profile.after_step(self.step)
     self.exchange.advance(self.trainer.version)
     if self.reference is not None:
       self.reference.after_step(self.trainer.state.params)
@@ -190,14 +209,14 @@ class Run:
     with self._lock:
       groups, self._fresh_groups = self._fresh_groups, []
       gaps, self._gaps = self._gaps, []
-    for group in groups:
-      self._log_rollout(group)
+    for group, log_pi in groups:
+      self._log_rollout(group, log_pi)
     self._log_scalars(report, gaps)
 
   def _log_scalars(self, report: StepReport, gaps: list[LogprobGap]) -> None:
     counts = self.searcher_counts()
     now = time.monotonic()
-    then, trained, generated = self._logged_at or (self._train_began, 0, 0)
+    then, trained, generated = self._logged_at
     secs = max(now - then, 1e-9)
     rates = {
         "trained_tokens_per_second": (self.totals.trained_tokens - trained) / secs,
@@ -213,6 +232,7 @@ class Run:
         "response_tokens": float(report.draw.lengths[valid].mean()),
         "staleness_mean": float(staleness.mean()),
         "staleness_max": int(staleness.max()),
+        "staleness_counts": dict(zip(*np.unique(staleness, return_counts=True))),  # responses by staleness
         "trained_tokens": self.totals.trained_tokens,
         "real_token_share": report.real_token_share,
         **{_COUNT_NAMES.get(name, name): value for name, value in counts.items()},
@@ -227,17 +247,24 @@ class Run:
       scalars |= {"logprob_gap_max": max(gap.max for gap in gaps), "logprob_gap_p95": max(gap.p95 for gap in gaps),
                   "logprob_tokens_compared": sum(gap.num_tokens for gap in gaps)}
     self.writer.write(self.step, scalars)
+    for text in self.alarms.after_step({"step": self.step, **scalars}):
+      self.progress.message(text)
     self.progress.update(self.step, reward=scalars["reward"], accuracy=self._accuracy, loss=report.metrics["loss"],
                          staleness=scalars["staleness_mean"], **rates)
 
-  def _log_rollout(self, group: RolloutGroup) -> None:
+  def _log_rollout(self, group: RolloutGroup, log_pi: np.ndarray | None) -> None:
     length = int(group.lengths[0])
+    by_token = {"token_log_mu": group.log_mu, "token_log_ref": group.log_ref, "token_log_pi": log_pi}
     self.rollouts.write(
         self.step, prompt=self.task.train_prompts()[group.prompt_id].text, response=group.texts[0],
         reward=float(group.rewards[0]), version=int(group.versions[0, :length].min()),
         num_prompt_tokens=len(group.prompt), num_response_tokens=length, truncated=bool(group.truncated[0]),
         searcher=group.searcher, occurrence=group.occurrence, log_mu=float(group.log_mu[0, :length].sum()),
-        log_ref=float(group.log_ref[0, :length].sum()))
+        log_ref=float(group.log_ref[0, :length].sum()), prompt_id=group.prompt_id,
+        token_ids=group.tokens[0, :length].tolist(),
+        token_texts=self.task.tokenizer.pieces(group.tokens[0, :length].tolist()),
+        **{name: np.round(values[0, :length].astype(np.float64), 4).tolist()
+           for name, values in by_token.items() if values is not None})
 
   def searcher_counts(self) -> dict[str, int]:
     """Sums over all searchers and earlier processes."""
@@ -285,17 +312,11 @@ class Run:
 
   def _eval_progress(self, step: int, heartbeat: Heartbeat) -> Callable[[int], None]:
     """Beats at every chunk, and says every few seconds how far a long evaluation is."""
-    began = said = time.monotonic()
-    of = len(self.eval_prompts)
+    stage = SlowStage(f"step {step}: evaluating", len(self.eval_prompts), say=self.progress.message)
 
     def on_progress(done: int) -> None:
-      nonlocal said
       heartbeat.beat("eval")
-      now = time.monotonic()
-      if done < of and now - said >= _SAY_EVAL_SECS:
-        said = now
-        eta = format_secs((of - done) * (now - began) / done) if done else "?"
-        self.progress.message(f"step {step}: evaluating {done}/{of}  ETA {eta}")
+      stage.update(done)
 
     return on_progress
 
@@ -413,7 +434,7 @@ class Run:
         "late_groups": self.exchange.num_late_groups, "failed_checkpoints": self.run_state.num_failed,
         "logprob_gap_max": totals.logprob_gap_max, "logprob_gap_p95": totals.logprob_gap_p95,
         "logprob_tokens_compared": totals.logprob_tokens_compared, "seed": settings.seed, "mode": settings.mode,
-        "loss": settings.loss,
+        "loss": settings.loss, "warnings": self.alarms.told,
     }
 
 
