@@ -19,6 +19,7 @@ class Rule(NamedTuple):
   holds: Callable[[Any], bool]
   text: str  # completes "must be ..."
   names: tuple[str, ...] = ()  # the right ones, where only some are
+  meaning: str = ""  # of the key, one line for docs/config.md and --help
 
 
 def _integer(low: int, high: int | None = None, *, or_else: str = "") -> Rule:
@@ -37,6 +38,10 @@ def _number(low: float, high: float = math.inf, *, above: bool = False) -> Rule:
 def _one_of(*names: str) -> Rule:
   text = "one of " + ", ".join(names) if len(names) > 1 else names[0]
   return Rule(str, lambda value: value in names, text, names)
+
+
+def _key(rule: Rule, meaning: str) -> Rule:
+  return rule._replace(meaning=meaning)
 
 
 _ANY_STRING = Rule(str, lambda value: True, "a string")
@@ -58,120 +63,154 @@ def is_task_file(task: str) -> bool:
 
 
 SCHEMA: dict[str, Rule] = {
-  "seed": _integer(0, 2**32 - 1),
-  "task": Rule(str, lambda value: value in TASKS or is_task_file(value),
-               f"one of {', '.join(TASKS)}, or FILE.py:CLASS for a task of your own", TASKS),
-  # Folder, .gguf file, Hugging Face name or package:NAME; "": a new model of model.architecture.
-  "model.path": _ANY_STRING,
-  "data.path": _ANY_STRING,  # folder with train.jsonl and test.jsonl; "": the task's own source
-  # Low-rank adapters are trained and everything else is frozen, in train.compute_dtype. The pattern is a regular
-  # expression over whole paths of linear layers (LINEAR_LAYERS); "": everything is trained, rank and alpha are 0.
-  "lora.pattern": _ANY_STRING,
-  "lora.rank": _integer(0),
-  "lora.alpha": _number(0),  # the adapters' product is scaled by alpha / rank
-  # Supervised fine-tuning before the first TBA update.
-  "sft.steps": _integer(0, or_else="0: no fine-tuning"),
-  "sft.batch_size": _integer(1),
-  "sft.micro_batches": _integer(1),
-  "sft.learning_rate": _number(0, above=True),
-  "sft.warmup_steps": _integer(0),
-  "sft.num_examples": _integer(1),
+  "seed": _key(_integer(0, 2**32 - 1), "of initial weights, data order, sampling and draws"),
+  "task": _key(
+    Rule(str, lambda value: value in TASKS or is_task_file(value),
+                 f"one of {', '.join(TASKS)}, or FILE.py:CLASS for a task of your own", TASKS),
+    "what is learnt"),
+  "model.path": _key(
+    _ANY_STRING, 'folder, .gguf file, Hugging Face name or package:NAME; "": a new model of model.architecture'),
+  "data.path": _key(_ANY_STRING, "folder with train.jsonl and test.jsonl; \"\": the task's own source"),
+  "lora.pattern": _key(
+    _ANY_STRING,
+    'regular expression over whole paths of linear layers that get adapters, all else frozen in '
+    'compute_dtype; "": all is trained'),
+  "lora.rank": _key(_integer(0), "of the adapters; 0 without a pattern"),
+  "lora.alpha": _key(_number(0), "the adapters' product is scaled by alpha / rank; 0 without a pattern"),
+  "sft.steps": _key(_integer(0, or_else="0: no fine-tuning"), "of supervised fine-tuning before the first TBA update"),
+  "sft.batch_size": _key(_integer(1), "examples a step"),
+  "sft.micro_batches": _key(_integer(1), "parts that a batch is computed in, to save memory"),
+  "sft.learning_rate": _key(_number(0, above=True), "at its highest; a cosine to 0 follows"),
+  "sft.warmup_steps": _key(_integer(0), "over which the learning rate rises from 0"),
+  "sft.num_examples": _key(_integer(1), "of the task's examples, the first so many"),
   # Optimizer steps of TBA. A step draws prompts_per_step x responses_per_prompt (K) rows.
-  "train.steps": _integer(0, or_else="0: fine-tuning alone"),
-  "train.prompts_per_step": _integer(1),
-  "train.responses_per_prompt": _integer(1),
-  "train.learning_rate": _number(0, above=True),
-  "train.optimizer": _one_of("adamw", "adafactor", "sgd"),
-  "train.schedule": _one_of("constant", "linear", "cosine", "wsd"),
-  "train.warmup_steps": _integer(0),
-  "train.stable_steps": _integer(0),
-  "train.decay_steps": _integer(0),
-  "train.clip_norm": _number(0, above=True),  # of the whole gradient; a huge one clips nothing
-  "train.weight_decay": _number(0),
-  "train.b1": _number(0, 0.9999),
-  "train.b2": _number(0, 0.999999),
-  "train.eps": _number(0, above=True),
-  "train.micro_batches": _integer(1),
-  "train.packing": _BOOLEAN,  # several responses in a row; micro-batches that nothing is left for are not computed
-  "train.remat": _one_of("none", "dots", "full"),
-  "train.attention": _one_of("xla", "splash", "cudnn"),  # also of scoring: splash on TPU, cudnn on GPU
-  "train.head_chunk_tokens": _integer(1),
-  "train.length_buckets": _LENGTHS,
-  "train.param_dtype": _one_of("float32"),  # a bfloat16 master copy rounds most updates of 1e-5 away
-  "train.compute_dtype": _DTYPE,
-  "train.max_nonfinite_in_row": _integer(1),
+  "train.steps": _key(_integer(0, or_else="0: fine-tuning alone"), "optimizer steps of TBA"),
+  "train.prompts_per_step": _key(_integer(1), "prompts a batch"),
+  "train.responses_per_prompt": _key(_integer(1), "the paper's K: responses of a prompt in a batch"),
+  "train.learning_rate": _key(_number(0, above=True), "at its highest"),
+  "train.optimizer": _key(_one_of("adamw", "adafactor", "sgd"), "adafactor and sgd hold less memory than adamw"),
+  "train.schedule": _key(
+    _one_of("constant", "linear", "cosine", "wsd"), "of the learning rate after the warm-up; wsd: constant, then down"),
+  "train.warmup_steps": _key(_integer(0), "over which the learning rate rises from 0"),
+  "train.stable_steps": _key(_integer(0), "of schedule wsd, before it falls"),
+  "train.decay_steps": _key(_integer(0), "over which the learning rate falls"),
+  "train.clip_norm": _key(_number(0, above=True), "greatest norm of the whole gradient; a huge one clips nothing"),
+  "train.weight_decay": _key(_number(0), "of adamw, on matrices"),
+  "train.b1": _key(_number(0, 0.9999), "of adamw"),
+  "train.b2": _key(_number(0, 0.999999), "of adamw"),
+  "train.eps": _key(_number(0, above=True), "of adamw"),
+  "train.micro_batches": _key(_integer(1), "parts that a batch is computed in, to save memory"),
+  "train.packing": _key(
+    _BOOLEAN, "several responses in a row; micro-batches that nothing is left for are not computed"),
+  "train.remat": _key(
+    _one_of("none", "dots", "full"),
+    "what the backward pass computes again instead of keeping: nothing, all but matrix products, everything"),
+  "train.attention": _key(
+    _one_of("xla", "splash", "cudnn"), "kernels of training and scoring: splash on TPU, cudnn on GPU, xla everywhere"),
+  "train.head_chunk_tokens": _key(_integer(1), "tokens whose logits exist at a time"),
+  "train.length_buckets": _key(_LENGTHS, "lengths that rows are padded to; one program is compiled for each"),
+  "train.param_dtype": _key(
+    _one_of("float32"), "of the trained parameters; bfloat16 would round most updates of 1e-5 away"),
+  "train.compute_dtype": _key(_DTYPE, "of the trainer's arithmetic; bfloat16 on TPU"),
+  "train.max_nonfinite_in_row": _key(
+    _integer(1), "updates that may be skipped one after the other before the run stops"),
   # The reference policy is version 0. It may move: become the policy every so many steps (the paper's rho), or an
   # average of it that is taken every step.
-  "reference.reset_every_steps": _integer(0, or_else="0: never"),
-  "reference.ema_decay": _number(0, 0.999999),  # 0: no average, the policy itself
+  "reference.reset_every_steps": _key(
+    _integer(0, or_else="0: never"), "the paper's rho: how often the reference becomes the policy"),
+  "reference.ema_decay": _key(
+    _number(0, 0.999999), "with resets: the reference becomes the policy's average instead; 0: the policy itself"),
   # Searchers sample responses_per_prompt (S) per prompt occurrence.
-  "sample.responses_per_prompt": _integer(1),
-  "sample.max_prompt_tokens": _integer(1),
-  "sample.max_new_tokens": _integer(1),
-  "sample.temperature": _number(0, above=True),
-  # Searcher i samples at temperature i of these, in turn: a ladder of exploration. (): all at sample.temperature.
-  "sample.temperature_ladder": Rule(
-    tuple, lambda value: all(type(v) in (float, int) and 0 < v < math.inf for v in value),
-    "a tuple of temperatures above 0, as (0.7,1.0); () for none"),
-  "sample.slots": _integer(1),
-  "sample.chunk_tokens": _integer(1),
-  "sample.dtype": _DTYPE,
-  "sample.truncated": _one_of("score", "zero", "mask"),
-  "sample.attention": _one_of("xla", "paged"),  # paged, on TPU: its kernel decodes and splash reads prompts
-  "sample.lane_samples": _integer(1),  # slots that share the keys and values of one prompt
-  "sample.cache_dtype": _one_of("float32", "bfloat16", "int8"),  # of keys and values
-  "sample.recompute_kv": _BOOLEAN,  # true: samples under way get keys and values of the weights that arrive in flight
-  "sample.in_flight": _BOOLEAN,  # true: new weights between decode chunks; false: between groups
-  "loss.name": _ANY_STRING,
-  "loss.beta_init": _number(0),
-  "loss.beta_final": _number(0),
-  "loss.beta_decay_steps": _integer(0),
+  "sample.responses_per_prompt": _key(
+    _integer(1), "the paper's S: responses sampled each time that a prompt is issued"),
+  "sample.max_prompt_tokens": _key(_integer(1), "longer prompts are left out"),
+  "sample.max_new_tokens": _key(_integer(1), "limit of a response"),
+  "sample.temperature": _key(_number(0, above=True), "of sampling, and of log pi and log ref alike"),
+  "sample.temperature_ladder": _key(
+    Rule(
+      tuple, lambda value: all(type(v) in (float, int) and 0 < v < math.inf for v in value),
+      "a tuple of temperatures above 0, as (0.7,1.0); () for none"),
+    "searcher i samples at temperature i of these, in turn; (): all at sample.temperature"),
+  "sample.slots": _key(_integer(1), "responses that a searcher decodes at once"),
+  "sample.chunk_tokens": _key(_integer(1), "tokens decoded between two looks at what has finished"),
+  "sample.dtype": _key(_DTYPE, "of the searchers' weights and arithmetic; float32 on CPU"),
+  "sample.truncated": _key(
+    _one_of("score", "zero", "mask"),
+    "what becomes of responses that hit the limit: graded as they are, graded 0, or left out"),
+  "sample.attention": _key(
+    _one_of("xla", "paged"), "kernels of decoding; paged, on TPU: its kernel decodes and splash reads prompts"),
+  "sample.lane_samples": _key(
+    _integer(1), "neighbouring slots that share the keys and values of one prompt; 1: a copy each"),
+  "sample.cache_dtype": _key(_one_of("float32", "bfloat16", "int8"), "of keys and values"),
+  "sample.recompute_kv": _key(
+    _BOOLEAN, "whether samples under way get keys and values of the weights that arrive in flight"),
+  "sample.in_flight": _key(_BOOLEAN, "whether new weights are taken between decode chunks instead of between groups"),
+  "loss.name": _key(_ANY_STRING, "the objective; the names are in losses/registry.py"),
+  "loss.beta_init": _key(_number(0), "weight of the KL term at the start, reward units a nat"),
+  "loss.beta_final": _key(_number(0), "weight of the KL term at the end"),
+  "loss.beta_decay_steps": _key(_integer(0), "over which beta goes from beta_init to beta_final"),
   # The target is (pi_ref^(1 / gamma) exp(reward / beta))^(1 / reward_temperature), as red-teaming has it; both run
   # evenly from init to final over so many updates. At 1 they change nothing. Metrics of the distance to the reference
   # are then of the tempered one.
-  "loss.gamma_init": _number(0, above=True),
-  "loss.gamma_final": _number(0, above=True),
-  "loss.gamma_steps": _integer(0, or_else="0: gamma_final from the start"),
-  "loss.reward_temperature_init": _number(0, above=True),
-  "loss.reward_temperature_final": _number(0, above=True),
-  "loss.reward_temperature_steps": _integer(0, or_else="0: reward_temperature_final from the start"),
-  "buffer.capacity": _integer(2, 2**31 - 1),  # responses
-  "buffer.capacity_per_prompt": _integer(2),
-  "buffer.recent_fraction": _number(0, 1),  # the paper's m
-  # Which groups a step draws: as TBA does, or whole sampling groups, each once, oldest first. A lag or sync mode means
-  # the latter.
-  "buffer.order": _one_of("tba", "fifo"),
-  "buffer.priority": _one_of("uniform", "reward", "residual"),
-  "buffer.priority_temperature": _number(0, above=True),
-  "buffer.fill_responses": _integer(0),  # in the buffer before the first step
-  "buffer.dedup": _BOOLEAN,
-  "buffer.max_uses": _integer(0, or_else="0: no limit"),
-  "buffer.max_staleness": _integer(-1, or_else="-1: no limit"),
-  "sync.every_steps": _integer(1),  # the paper's k
-  "sync.max_lead_steps": _integer(-1, or_else="-1: searchers run free"),  # steps' worth of groups not drawn yet
-  "devices.trainer": _integer(0, or_else="0: automatic"),
-  "devices.searchers": _integer(0, or_else="0: automatic"),
-  "devices.per_searcher": _integer(0, or_else="0: automatic"),
-  "devices.share": _BOOLEAN,
-  "runtime.mode": _one_of("async", "lockstep", "sync"),
-  "runtime.backend": _one_of("local", "ray"),
-  # Folder of an async run whose order of consumption is followed in lockstep; "": none.
-  "runtime.replay_order": _ANY_STRING,
-  "runtime.lag": _integer(-1, or_else="-1: the draw of TBA"),
-  "runtime.searcher_restarts": _integer(0),  # of searchers that raised or hang, over the run
-  # For an engine step, a group's grading, a wait; twice that for an optimizer step.
-  "runtime.hang_secs": _number(0, above=True),
-  "runtime.stop_timeout_secs": _number(0, above=True),
-  "eval.every_steps": _integer(0, or_else="0: only before and after"),
-  "eval.size": _integer(0, or_else="0: the whole split"),
-  "checkpoint.every_steps": _integer(0, or_else="0: only at the end and when stopped"),
-  "checkpoint.keep": _integer(1),
-  "log.rollouts_per_step": _integer(0),
-  # First and last step of a profile by jax, for TensorBoard's profile plugin or Perfetto; (): none.
-  "log.profile_steps": Rule(
-    tuple, lambda value: not value or (len(value) == 2 and all(type(v) is int for v in value) and
-                                       1 <= value[0] <= value[1]),
-    "a tuple of the first and the last step to profile, as (11,13); () for none"),
+  "loss.gamma_init": _key(_number(0, above=True), "of the tempered target: log ref is divided by gamma; at the start"),
+  "loss.gamma_final": _key(_number(0, above=True), "gamma at the end"),
+  "loss.gamma_steps": _key(
+    _integer(0, or_else="0: gamma_final from the start"), "over which gamma goes from gamma_init to gamma_final"),
+  "loss.reward_temperature_init": _key(
+    _number(0, above=True), "of the tempered target: log R is divided by it; at the start"),
+  "loss.reward_temperature_final": _key(_number(0, above=True), "reward temperature at the end"),
+  "loss.reward_temperature_steps": _key(
+    _integer(0, or_else="0: reward_temperature_final from the start"), "over which the reward temperature changes"),
+  "buffer.capacity": _key(_integer(2, 2**31 - 1), "responses that the replay buffer holds; the oldest leave first"),
+  "buffer.capacity_per_prompt": _key(_integer(2), "responses that it holds of one prompt"),
+  "buffer.recent_fraction": _key(
+    _number(0, 1),
+    "the paper's m: probability that a prompt is drawn from what arrived since the last publish but one"),
+  "buffer.order": _key(
+    _one_of("tba", "fifo"),
+    "which groups a step draws: as TBA does, or whole ones, each once, oldest first (a lag or sync means that)"),
+  "buffer.priority": _key(
+    _one_of("uniform", "reward", "residual"),
+    "of draws that are not recent: all alike, by reward, or by the size of the TB residual"),
+  "buffer.priority_temperature": _key(
+    _number(0, above=True), "of priority reward and residual: a high one is nearly uniform"),
+  "buffer.fill_responses": _key(_integer(0), "that arrive before the first step"),
+  "buffer.dedup": _key(_BOOLEAN, "whether of equal responses to a prompt only the newest is kept"),
+  "buffer.max_uses": _key(_integer(0, or_else="0: no limit"), "draws of a response before it leaves"),
+  "buffer.max_staleness": _key(
+    _integer(-1, or_else="-1: no limit"), "greatest age of a response when it is trained on, in updates"),
+  "sync.every_steps": _key(_integer(1), "the paper's k: how often weights go to the searchers"),
+  "sync.max_lead_steps": _key(
+    _integer(-1, or_else="-1: searchers run free"),
+    "how far searchers may run ahead, in steps' worth of groups not drawn yet"),
+  "devices.trainer": _key(_integer(0, or_else="0: automatic"), "devices of the trainer's mesh"),
+  "devices.searchers": _key(_integer(0, or_else="0: automatic"), "how many searchers"),
+  "devices.per_searcher": _key(_integer(0, or_else="0: automatic"), "devices of each searcher's mesh"),
+  "devices.share": _key(_BOOLEAN, "whether searchers and trainer use the same devices"),
+  "runtime.mode": _key(
+    _one_of("async", "lockstep", "sync"),
+    "async: threads, as TBA; lockstep: a fixed schedule, equal to the bit; sync: on-policy turns"),
+  "runtime.backend": _key(_one_of("local", "ray"), "where searchers run: in this process, or by Ray"),
+  "runtime.replay_order": _key(
+    _ANY_STRING, 'folder of an async run whose order of consumption is followed in lockstep; "": none'),
+  "runtime.lag": _key(
+    _integer(-1, or_else="-1: the draw of TBA"), "of lockstep: every batch is exactly so many updates old"),
+  "runtime.searcher_restarts": _key(_integer(0), "of searchers that raised or hang, over the run, before it stops"),
+  "runtime.hang_secs": _key(
+    _number(0, above=True), "for an engine step, a group's grading, a wait; twice that for an optimizer step"),
+  "runtime.stop_timeout_secs": _key(_number(0, above=True), "that searchers get to end when the run stops"),
+  "eval.every_steps": _key(_integer(0, or_else="0: only before and after"), "how often held-out accuracy is taken"),
+  "eval.size": _key(_integer(0, or_else="0: the whole split"), "held-out prompts"),
+  "checkpoint.every_steps": _key(
+    _integer(0, or_else="0: only at the end and when stopped"), "how often the run is saved"),
+  "checkpoint.keep": _key(_integer(1), "checkpoints kept beside the best evaluated one"),
+  "log.rollouts_per_step": _key(_integer(0), "rollouts that rollouts/train.jsonl gets a step"),
+  "log.profile_steps": _key(
+    Rule(
+      tuple, lambda value: not value or (len(value) == 2 and all(type(v) is int for v in value) and
+                                         1 <= value[0] <= value[1]),
+      "a tuple of the first and the last step to profile, as (11,13); () for none"),
+    "first and last step of a profile by jax, for TensorBoard's profile plugin or Perfetto"),
 }
 
 # Those that a model can have; one with tied embeddings has no lm_head, one without gates no gate.
@@ -184,36 +223,39 @@ _STANDS_FOR = {float: (float, int), tuple: (tuple, list)}
 
 # Of a new model; needed only while model.path is empty.
 ARCHITECTURE: dict[str, Rule] = {
-  "hidden_size": _integer(1),
-  "num_layers": _integer(1),
-  "num_heads": _integer(1),
-  "num_kv_heads": _integer(1),
-  "head_dim": _integer(2),
-  "mlp_size": _integer(1),
-  "max_positions": _integer(1),
-  "tie_embeddings": _BOOLEAN,
-  "rope_theta": _number(0, above=True),
-  "norm_eps": _number(0, above=True),
+  "hidden_size": _key(_integer(1), "width of the residual stream"),
+  "num_layers": _key(_integer(1), "blocks"),
+  "num_heads": _key(_integer(1), "query heads"),
+  "num_kv_heads": _key(_integer(1), "key and value heads"),
+  "head_dim": _key(_integer(2), "width of a head, even"),
+  "mlp_size": _key(_integer(1), "width inside the gated MLP"),
+  "max_positions": _key(_integer(1), "longest sequence"),
+  "tie_embeddings": _key(_BOOLEAN, "whether the head is the embedding's transpose"),
+  "rope_theta": _key(_number(0, above=True), "base of the rotary positions"),
+  "norm_eps": _key(_number(0, above=True), "of the RMS norms"),
 }
 
 TASK_ARGS: dict[str, dict[str, Rule]] = {
   "arithmetic": {
-    "num_train_prompts": _integer(1),
-    "sft_share_with_work": _number(0, 1),
+    "num_train_prompts": _key(_integer(1), "problems for TBA"),
+    "sft_share_with_work": _key(_number(0, 1), "of the fine-tuning examples; the others give the bare answer"),
   },
   "gsm8k": {
-    "prompt_format": _one_of("rho_sft", "chat"),
+    "prompt_format": _key(
+      _one_of("rho_sft", "chat"), "rho_sft: the template of the paper's model; chat: the tokenizer's own"),
   },
   "math": {
-    "num_generated": _integer(0, or_else="0: data.path is read"),  # problems made by the task instead of data
-    "grader_processes": _integer(1),
-    "grader_deadline_secs": _number(0, above=True),  # for one answer
+    "num_generated": _key(
+      _integer(0, or_else="0: data.path is read"), "problems or posts made by the task instead of data"),
+    "grader_processes": _key(_integer(1), "processes that grade beside the searchers"),
+    "grader_deadline_secs": _key(_number(0, above=True), "for one answer"),
   },
   "tldr": {
-    "num_generated": _integer(0, or_else="0: data.path is read"),
-    "reward_model": _ANY_STRING,  # as model.path; "": a stand-in of random weights, for generated posts
-    "gold_reward_model": _ANY_STRING,  # judges evaluations; "": the reward model does
-    "reward_dtype": _DTYPE,
+    "num_generated": _key(
+      _integer(0, or_else="0: data.path is read"), "problems or posts made by the task instead of data"),
+    "reward_model": _key(_ANY_STRING, 'as model.path; "": a stand-in of random weights, for generated posts'),
+    "gold_reward_model": _key(_ANY_STRING, 'judges evaluations; "": the reward model does'),
+    "reward_dtype": _key(_DTYPE, "of the reward models"),
   },
 }
 

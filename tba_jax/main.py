@@ -1,9 +1,22 @@
 """Trains a model with TBA: python -m tba_jax.main --config=configs/quickstart.py --workdir=runs/quickstart
 
-Flags, what jax must be told before it looks for devices, and exit codes: 0 done, or stopped on request; 1 a fault; 2
-bad input. Every key of the config is a flag of its own: --config.train.steps=100. The same command again resumes. Bad
-flags are answered before jax is imported, all of them at once.
+Every key of the config is a flag of its own: --config.train.steps=100. The same command again resumes, Ctrl-C stops
+with a checkpoint. Exit codes: 0 done, or stopped on request; 1 a fault; 2 bad input.
+
+  python -m tba_jax.main --config=configs/quickstart.py:smoke --workdir=runs/smoke    tries every part in seconds
+  python -m tba_jax.main --config=configs/gsm8k.py --dry_run                          checks, prints bytes, ends
+  python -m tba_jax.report runs/quickstart                                            a page to look at, also meanwhile
+  python -m tba_jax.export --workdir=runs/quickstart --out=exported                   a model folder for transformers
+  python -m tba_jax.evaluate --workdir=runs/quickstart --out=evaluation               accuracy, pass@k, maj@k
+  python -m tba_jax.plan --config=configs/gsm8k.py --topology=v5e:2x4                 a run on a slice, without it
+
+What docs/troubleshooting.md lists are the messages of a run that goes wrong.
+
+Flags:
 """
+
+# Here are the flags, and what jax must be told before it looks for devices. Bad flags are answered before jax is
+# imported, all of them at once.
 
 from __future__ import annotations
 
@@ -98,6 +111,17 @@ def _key_problem(name: str, values: Mapping[str, Any]) -> str | None:
   return None
 
 
+def _print_keys(path_and_arg: str | None) -> None:
+  """The keys of a config as flags, each with its value and meaning, for the help."""
+  if not path_and_arg:
+    print("\nWith --config=FILE beside --help all keys of that config are listed; docs/config.md describes them, too.")
+    return
+  print(f"\nKeys of {path_and_arg}, with their values there:")
+  for key, value in config_schema.flatten(_load_config(path_and_arg)).items():
+    rule = config_schema.rule_of(key)
+    print(f"  --config.{key}={value!r}" + (f"\n      {rule.meaning}; {rule.text}" if rule else ""))
+
+
 def parse_flags(
   argv: Sequence[str], *, own: Sequence[str] = _OWN_FLAGS, usage: str | None = __doc__, needs_workdir: bool = True
 ) -> list[str]:
@@ -110,6 +134,7 @@ def parse_flags(
   """
   if any(_name(argument) in ("help", "helpfull", "helpshort") for argument in argv):
     print(usage, *(f"  --{name}: {flags.FLAGS[name].help}" for name in own), sep="\n")
+    _print_keys(_config_first(argv)[1])
     sys.exit(0)
   argv, path = _config_first(argv)
   values = config_schema.flatten(_load_config(path))

@@ -42,7 +42,7 @@ ORDER = (
     ("placement",),
     ("build",),
     ("train",),
-    ("main", "score", "export"),
+    ("main", "score", "export", "config_docs"),
     ("plan",),
 )
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}

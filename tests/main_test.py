@@ -114,9 +114,16 @@ def test_print_config_with_the_config_named_last_and_in_two_arguments():
   assert result.returncode == 0 and '"in_flight": false' in result.stdout and '"steps": 5' in result.stdout
 
 
-def test_help_names_the_flags():
+def test_help_names_the_flags_the_other_commands_and_the_keys():
   result = _run("--help")
   assert result.returncode == 0 and "--workdir: Folder for all" in result.stdout
+  for command in ("report", "export", "evaluate", "plan"):
+    assert f"python -m tba_jax.{command} " in result.stdout
+  assert "With --config=FILE beside --help" in result.stdout
+  result = _run("--help", QUICKSTART)
+  assert result.returncode == 0 and "--config.train.steps=120\n      optimizer steps of TBA; an integer of at least 0" in (
+    result.stdout)
+  assert "--config.task_args.num_train_prompts=4096\n      problems for TBA; an integer" in result.stdout
 
 
 def test_dry_run_prints_devices_and_bytes_and_writes_nothing(tmp_path):
