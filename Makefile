@@ -1,9 +1,9 @@
-# `make quickstart` and `make test` are the two commands of the README; both make .venv when it is absent.
+# The README names these commands; each makes .venv when it is absent.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test test-slow
+.PHONY: quickstart test test-slow docs-check
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python -m tba_jax.main --config=configs/quickstart.py --workdir=runs/quickstart
@@ -13,6 +13,9 @@ test: $(VENV)/.installed-test
 
 test-slow: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m slow
+
+docs-check: $(VENV)/.installed-test
+	$(BIN)/python -m experiments.docs_check
 
 $(VENV)/.installed: requirements.txt
 	$(PYTHON) -m venv $(VENV)
