@@ -61,8 +61,9 @@ def ages() -> str:
     for age in np.minimum(np.concatenate([recent, anywhere]), step):
       table[step, np.searchsorted(edges, age, side="right") - 1] += 1 / 140
   names = ("0", "1", "2", "3", "4–7", "8–15", "16–31", "32–63", "64–")
-  return svg.heat_map(table, x_edges=np.arange(steps + 1.0), rows=names, title="Age of the rows of a batch (made up, m = 0.95)",
-                      x_axis=svg.Axis("optimizer steps"), y_label="updates", width=820, height=230)
+  return svg.heat_map(
+    table, x_edges=np.arange(steps + 1.0), rows=names, title="Age of the rows of a batch (made up, m = 0.95)",
+    x_axis=svg.Axis("optimizer steps"), y_label="updates", width=820, height=230)
 
 
 def main() -> None:

@@ -32,8 +32,8 @@ class Form(NamedTuple):
 
 SMOKE = "python -m tba_jax.main --config=configs/quickstart.py:smoke --workdir={dir}/quickstart"
 FORMS = (
-  Form(r"make quickstart|python -m tba_jax\.main --config=configs/quickstart\.py(:smoke)? --workdir=runs/quickstart", SMOKE,
-       "4 minutes; the smoke form tries the same parts"),
+  Form(r"make quickstart|python -m tba_jax\.main --config=configs/quickstart\.py(:smoke)? --workdir=runs/quickstart",
+       SMOKE, "4 minutes; the smoke form tries the same parts"),
   Form(r"python -m tba_jax\.main --config=configs/quickstart\.py --workdir=runs/rloo (.*)",
        "python -m tba_jax.main --config=configs/quickstart.py:smoke --workdir={dir}/rloo \\1"),
   Form(r"python -m tba_jax\.report runs/quickstart(.*)", "python -m tba_jax.report {dir}/quickstart\\1"),
@@ -105,7 +105,8 @@ def _run(command: str, words: Sequence[str], because: str) -> bool:
   began = time.monotonic()
   result = subprocess.run(words, cwd=REPO, capture_output=True, text=True, check=False)
   how = f" (as {' '.join(words[1:])}: {because})" if because else ""
-  print(f"{'ok' if result.returncode == 0 else 'FAILED':7} {command}\n        {time.monotonic() - began:.1f} s{how}", flush=True)
+  verdict, secs = "ok" if result.returncode == 0 else "FAILED", time.monotonic() - began
+  print(f"{verdict:7} {command}\n        {secs:.1f} s{how}", flush=True)
   if result.returncode:
     print(result.stdout[-2000:], result.stderr[-2000:], sep="\n")
   return result.returncode == 0

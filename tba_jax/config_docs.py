@@ -18,8 +18,9 @@ CONFIGS = pathlib.Path("configs")
 
 _HEAD = """# Every key of a config
 
-Made by `python -m tba_jax.config_docs` from `tba_jax/config_schema.py` and `configs/`; a test holds it up to date. Each config sets every key;
-`--config.KEY=VALUE` changes one, `--print_config` shows them as a run would see them. An empty cell: the config has no such key.
+Made by `python -m tba_jax.config_docs` from `tba_jax/config_schema.py` and `configs/`; a test holds it up to date. Each
+config sets every key; `--config.KEY=VALUE` changes one, `--print_config` shows them as a run would see them. An empty
+cell: the config has no such key.
 """
 
 

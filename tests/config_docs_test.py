@@ -25,6 +25,7 @@ def test_values_are_those_of_the_configs(monkeypatch):
     "num_train_prompts"]})
   page = config_docs.as_markdown({
     "one": {"seed": 3, "task": "arithmetic", "task_args.a|b": 5}, "two": {"seed": 4, "task": "gsm8k"}})
-  assert "| `seed` | of initial weights, data order, sampling and draws | an integer from 0 to 4294967295 | `3` | `4` |" in page
+  assert ("| `seed` | of initial weights, data order, sampling and draws | an integer from 0 to 4294967295 | `3` | `4` |"
+          in page)
   assert "## task_args of arithmetic\n\n| key | meaning | must be | one |\n" in page
   assert "| `task_args.a\\|b` | problems for TBA | an integer of at least 1 | `5` |" in page

@@ -15,8 +15,8 @@ import numpy as np
 
 NUM_COLORS = 7
 # Okabe and Ito's colours, which people with any colour vision tell apart; lighter where the ground is dark.
-LIGHT = ("#0072b2", "#d55e00", "#009e73", "#a6478a", "#8a6d00", "#3b3b3b", "#2a9fd6")
-DARK = ("#56b4e9", "#ff8a3c", "#2fc79a", "#e39ac6", "#e8c547", "#d0d0d0", "#8fd3ff")
+LIGHT = ("#0072b2", "#d55e00", "#009e73", "#a6478a", "#8a6d00", "#3b3b3b", "#7cc6ec")
+DARK = ("#56b4e9", "#ff8a3c", "#2fc79a", "#e39ac6", "#e8c547", "#d0d0d0", "#2478c4")
 # The second mark of a line, for those who see no colours: its dashes.
 DASHES = ("", "6 3", "2 3", "8 3 2 3", "4 4", "1 2", "10 4")
 
