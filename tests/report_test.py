@@ -141,6 +141,15 @@ def test_a_run_that_has_only_just_begun(tmp_path):
   assert "No step has been logged yet" in make_page([read(folder)])
 
 
+def test_a_run_that_only_evaluates(tmp_path):
+  folder = write_run(tmp_path / "run", steps=0)
+  page = make_page([read(folder)])
+  assert "25.0%" in page and "loss</code>" not in page
+  for lines in _charts(page, "Held-out accuracy"):
+    (((x, y),),) = lines.values()
+    assert x == pytest.approx(0.0, abs=0.01) and y == pytest.approx(0.25, abs=0.01)
+
+
 HOSTILE = '</pre></script><script>alert(1)</script><img src=x onerror="alert(2)">\' " &amp; \ud800 \x00'
 
 
