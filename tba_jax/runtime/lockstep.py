@@ -66,6 +66,7 @@ def _sample_and_draw(run: Run) -> Draw | None:
       if group is not None:
         run.note_group(run.searchers[group.searcher], group)
       run.exchange.bring(occurrence, group)
+    run.tell_fill()
     draw = run.exchange.try_draw(version=run.trainer.version)
     if draw is not None:
       return draw
