@@ -10,7 +10,7 @@ import numpy as np
 from tba_jax.report.run_files import RunFiles
 from tba_jax.report.svg import Line
 
-# What a curve can be drawn over: {name: (key, unit, divisor)}; time picks its unit by the longest run.
+# What a curve can be drawn over, and the column that says where.
 AXES = {"steps": "step", "time": "wall_seconds", "tokens": "trained_tokens"}
 # Keys whose value differs between runs of one experiment without making them different experiments.
 _NOT_SETTINGS = ("seed",)

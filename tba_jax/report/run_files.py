@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import pathlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -161,7 +160,9 @@ def _read_activity(path: pathlib.Path) -> Activity | None:
   actors: dict[str, int] = {}
   kinds: dict[str, int] = {}
   spans, covered = [], []
-  with open(path, "rb") if size else open(os.devnull, "rb") as file:
+  if not size:
+    return None
+  with open(path, "rb") as file:
     for lines in _windows(file, size):
       here = []
       for line in lines:
