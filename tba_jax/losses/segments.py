@@ -90,8 +90,7 @@ def kept(values: jax.Array, batch: Batch) -> jax.Array:
 
 def group_sums(values: jax.Array, batch: Batch) -> jax.Array:
   """Sums `values` [N] over the valid rows of each group; every row carries its group's sum. Returns [N]."""
-  sums = jax.ops.segment_sum(kept(values, batch), batch.group_ids, num_segments=batch.rewards.shape[0])
-  return sums[batch.group_ids]
+  return jnp.sum(jnp.where(_same_group(batch), kept(values, batch), 0.0), axis=1)
 
 
 def group_counts(batch: Batch) -> jax.Array:
@@ -106,8 +105,16 @@ def group_means(values: jax.Array, batch: Batch) -> jax.Array:
 
 def group_max(values: jax.Array, batch: Batch) -> jax.Array:
   """Largest of `values` [N] among the valid rows of each group (-inf where there is none). Returns [N]."""
-  filled = jnp.where(batch.valid, values, -jnp.inf)
-  return jax.ops.segment_max(filled, batch.group_ids, num_segments=batch.rewards.shape[0])[batch.group_ids]
+  return jnp.max(jnp.where(_same_group(batch) & batch.valid, values, -jnp.inf), axis=1)
+
+
+def _same_group(batch: Batch) -> jax.Array:
+  """Whether two responses are of one group: bool [N, N].
+
+  What is summed by it is one fused pass: no array of this size is made, nothing is sorted, and nothing is scattered,
+  which a TPU does one element after another.
+  """
+  return batch.group_ids[:, None] == batch.group_ids
 
 
 def centre(values: jax.Array, batch: Batch) -> jax.Array:
@@ -137,12 +144,10 @@ def group_ranks(values: jax.Array, batch: Batch) -> jax.Array:
 
   Rows that are not valid rank behind all valid ones of their group.
   """
-  num = batch.rewards.shape[0]
-  order = jnp.lexsort((jnp.where(batch.valid, values, jnp.inf), batch.group_ids))
-  rows = jax.ops.segment_sum(jnp.ones((num,), jnp.int32), batch.group_ids, num_segments=num)
-  first = jnp.cumsum(rows) - rows
-  places = jnp.zeros((num,), jnp.int32).at[order].set(jnp.arange(num, dtype=jnp.int32))
-  return places - first[batch.group_ids]
+  values = jnp.where(batch.valid, values, jnp.inf)
+  rows = jnp.arange(values.shape[0])
+  ahead = (values < values[:, None]) | ((values == values[:, None]) & (rows < rows[:, None]))
+  return jnp.sum(_same_group(batch) & ahead, axis=1, dtype=jnp.int32)
 
 
 def mean_of_responses(values: jax.Array, batch: Batch) -> jax.Array:
