@@ -52,7 +52,7 @@ def train_step_count(cfg, *, remat, micro_batches, whole_groups, lora=None):
   mesh = make_mesh(jax.devices()[:1])
   step = learner.make_train_step(
     cfg, make_loss("tb_vargrad"), optimizer, temperature=1.0, compute_dtype=jnp.float32, remat=remat,
-    micro_batches=micro_batches, chunk_tokens=4 * TOKENS, whole_groups_per_micro_batch=whole_groups, lora=lora,
+    micro_batches=micro_batches, chunk_tokens=TOKENS, whole_groups_per_micro_batch=whole_groups, lora=lora,
     mesh=mesh)
   base = transformer.abstract_params(cfg)
   trained = base if lora is None else abstract_adapters(cfg, settings=lora)

@@ -25,7 +25,7 @@ def token_logprobs(params: Params, cfg: ModelConfig, tokens: jax.Array, position
   """Log-probability of every token given those before it in its segment, and the entropy of its distribution.
 
   The policy is softmax(logits / temperature) over the full vocabulary. The head runs over pieces of the row with
-  rematerialisation, so that no [B, T, V] array exists in the forward or the backward pass.
+  rematerialisation, so that no [B, T, V] array exists in the forward or the backward pass, unless one piece is all.
 
   Args:
     params: stacked layers. tokens, positions, segment_ids: int32 [B, T] as in `hidden_states`; the tokens of a segment
@@ -33,7 +33,8 @@ def token_logprobs(params: Params, cfg: ModelConfig, tokens: jax.Array, position
     temperature: > 0. dtype, remat, backend, mesh, constrain: as in `hidden_states`.
     chunk_tokens: about how many tokens' logits (f32, V each) exist at once, over all rows.
   Returns: (log_p, entropy), float32 [B, T] in nats, aligned with the token that is scored; 0 at the first token of a
-    segment and at padding.
+    segment and at padding. The entropy is a measurement: it takes no gradient, which would cost a step passes over the
+    logits.
   """
   hidden = hidden_states(
     params, cfg, tokens, positions, segment_ids, dtype=dtype, remat=remat, backend=backend, mesh=mesh,
@@ -65,17 +66,46 @@ def _chunked_head(head: Params, hidden: jax.Array, targets: jax.Array, *, cfg: M
     x = jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2))
     return jnp.moveaxis(x.reshape(batch, num_chunks, size, *x.shape[2:]), 1, 0)
 
-  @jax.checkpoint
   def score(chunk_hidden: jax.Array, chunk_targets: jax.Array, head: Params) -> tuple[jax.Array, jax.Array]:
-    z = masked_logits(head, cfg, chunk_hidden, NOT_A_TOKEN) / temperature
-    log_normaliser = jax.nn.logsumexp(z, axis=-1)
-    at_target = jnp.take_along_axis(z, chunk_targets[..., None], axis=-1, mode="clip")[..., 0]
-    mean = jnp.sum(jnp.exp(z - log_normaliser[..., None]) * z, axis=-1)
-    return at_target - log_normaliser, log_normaliser - mean
+    return _of_targets(masked_logits(head, cfg, chunk_hidden, NOT_A_TOKEN) / temperature, chunk_targets)
 
-  _, chunks = jax.lax.scan(lambda carry, chunk: (carry, score(*chunk, head)), None, (split(hidden), split(targets)))
+  if num_chunks == 1:  # its logits exist at once as it is, and need not be computed again
+    return score(hidden, targets, head)
+  again = jax.checkpoint(score)
+  _, chunks = jax.lax.scan(lambda carry, chunk: (carry, again(*chunk, head)), None, (split(hidden), split(targets)))
   log_p, entropy = (jnp.moveaxis(x, 0, 1).reshape(batch, -1)[:, :length] for x in chunks)
   return log_p, entropy
+
+
+@jax.custom_vjp
+def _of_targets(z: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """log softmax(z) at the targets, and the entropy, of logits z [..., V]: [...] each.
+
+  Its gradient is written out, so that it is one pass over the logits, without a scatter; that of the entropy is left
+  out.
+  """
+  return _of_targets_forward(z, targets)[0]
+
+
+def _of_targets_forward(z: jax.Array, targets: jax.Array) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+  largest = jnp.max(z, axis=-1, keepdims=True)
+  shifted = z - largest
+  weights = jnp.exp(shifted)
+  total = jnp.sum(weights, axis=-1)
+  log_total = jnp.log(total)
+  at_targets = jnp.take_along_axis(shifted, targets[..., None], axis=-1, mode="clip")[..., 0]
+  entropy = log_total - jnp.sum(weights * shifted, axis=-1) / total
+  return (at_targets - log_total, entropy), (z, targets, largest[..., 0] + log_total)
+
+
+def _of_targets_backward(kept: tuple[jax.Array, ...], gradients: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+  z, targets, log_normaliser = kept
+  probs = jnp.exp(z - log_normaliser[..., None])
+  chosen = jnp.clip(targets, 0, z.shape[-1] - 1)[..., None] == jnp.arange(z.shape[-1])
+  return gradients[0][..., None] * (chosen - probs), None
+
+
+_of_targets.defvjp(_of_targets_forward, _of_targets_backward)
 
 
 def scalar_scores(params: Params, cfg: ModelConfig, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array, *,

@@ -59,7 +59,7 @@ def train_flops(
   Args:
     rows, row_tokens: of the batch, padding included.
     remat: "full" computes each layer again but for what its own backward pass does not read, "dots" attention, "none"
-      nothing. The head is always computed again.
+      nothing. The head is computed again, as it is where it goes in pieces.
     one_pass: as in `learner.make_train_step`; otherwise all of log_pi is computed beforehand.
     adapters_only: the kernels get no gradient; the adapters' own products are not counted.
   """
