@@ -11,12 +11,13 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from tba_jax.config import DeviceCounts
 from tba_jax.models.known import KNOWN
 from tba_jax.models.variants import from_huggingface
-from tba_jax.plan import planner, predict, programs, report, splits
+from tba_jax.plan import beside, planner, predict, programs, report, splits
 from tba_jax.plan.chips import CHIPS, Chip
 from tba_jax.plan.compiler import Compiled, compile_program
 from tba_jax.plan.work import Work
@@ -54,11 +55,11 @@ def unpacked_config():
 LOAD = planner.workload(unpacked_config(), RHO, 100, 200)
 
 
-def predicted(load=LOAD, chip=CHIPS["v5e"], *, trainer=4, searchers=4, share=False, **changes):
+def predicted(load=LOAD, chip=CHIPS["v5e"], *, trainer=4, searchers=4, share=False, judges=None, **changes):
   return predict.predict(
     RHO, dataclasses.replace(load, **changes), chip, trainer=trainer, searchers=searchers, per_searcher=1, share=share,
     published_bytes=2_200_000_000, step_link_bytes=0.0, decode_link_bytes=0.0, prefill_link_bytes=0.0,
-    score_link_bytes=0.0)
+    score_link_bytes=0.0, beside=judges or {})
 
 
 def test_workload_of_a_config():
@@ -117,6 +118,27 @@ def test_who_waits():
   assert slow.trainer_idle > 0 and slow.fresh_ratio == pytest.approx(1.0)
   turns = predicted(alternates=True)
   assert turns.trainer_idle + turns.searcher_idle == pytest.approx(1.0) and turns.staleness_updates == 0
+
+
+def test_models_of_the_task_take_time_of_the_searchers():
+  """A reward model reads 24 responses; a victim answers 24 attacks 5 times in 64 slots, and a scorer reads the answers.
+  """
+  tree = {"embed": {"table": jax.ShapeDtypeStruct((100, 10), jnp.bfloat16)},
+          "layers": {"kernel": jax.ShapeDtypeStruct((2, 10, 30), jnp.bfloat16)},
+          "lm_head": {"kernel": jax.ShapeDtypeStruct((10, 100), jnp.bfloat16)}}
+  sizes = dict(num_samples=24, mean_prompt_tokens=100, mean_response_tokens=200, devices=2)
+  (read,) = beside.group_works({"gold reward model": tree, "reward model": tree}, {}, **sizes).items()
+  assert read == ("reward model", Work(2 * 600 * 24 * 300 / 2, 1200 / 2))
+  args = dict(victim_samples=5, victim_slots=64, victim_max_prompt_tokens=96, victim_max_new_tokens=60)
+  works = beside.group_works({"victim model": tree, "scorer model": tree, "victim cache": ()}, args, **sizes)
+  assert works == {
+    "victim model": Work(2 * 1600 * (24 * 48 + 120 * 30) / 2, (2 * 30 + 1) * 3200 / 2),
+    "scorer model": Work(2 * 600 * 120 * 78 / 2, 1200 / 2)}
+  slow = Work(flops=3 * 197e12 * 0.57, hbm_bytes=0.0)
+  alone, judged = predicted(), predicted(judges={"reward model": slow})
+  group_secs = [4 * 24 * 200 / p.sampled_tokens_per_sec for p in (alone, judged)]
+  assert judged.beside["reward model"].secs == pytest.approx(3.0)
+  assert group_secs[1] - group_secs[0] == pytest.approx(3.0)
 
 
 def test_fresh_steps_count_no_repetition():

@@ -14,7 +14,7 @@ from tba_jax import config as config_lib
 from tba_jax.config import DeviceCounts
 from tba_jax.metrics import StageProgress
 from tba_jax.models.variants import ModelConfig
-from tba_jax.plan import chips, predict, programs, splits, topology, work
+from tba_jax.plan import beside, chips, predict, programs, splits, topology, work
 from tba_jax.plan.compiler import Compiled, compile_program
 from tba_jax.plan.report import Entry, Plan
 from tba_jax.sampling.buckets import bucket_of
@@ -130,7 +130,7 @@ def _choose(
       left_out.append(name)
     elif counts.trainer not in trainers:
       trainers.add(counts.trainer)
-      ranked.append((predict.fresh_steps_per_hour(_predict(cfg, load, chip, counts, searcher, {})), counts))
+      ranked.append((predict.fresh_steps_per_hour(_predict(config, cfg, load, chip, counts, searcher, {})), counts))
   if not ranked and not left_out:
     raise ValueError(
       f"the model and a micro-batch of the config divide over no split of the {len(place.devices)} devices of "
@@ -184,18 +184,22 @@ def _entry(
     memory = [splits.shared_memory(*memory)] * 2
   by_name = {each.name: each for each in (*trainer, *searcher)}
   complete = not any(each.overflow_bytes for each in by_name.values())
-  prediction = _predict(cfg, load, chip, counts, parts[1], by_name) if complete else None
+  prediction = _predict(config, cfg, load, chip, counts, parts[1], by_name) if complete else None
   return Entry(counts, *memory, trainer, searcher, prediction)
 
 
 def _predict(
-  cfg: ModelConfig, load: predict.Workload, chip: chips.Chip, counts: DeviceCounts, searcher: programs.Part,
-  by_name: dict[str, Compiled],
+  config: ConfigDict, cfg: ModelConfig, load: predict.Workload, chip: chips.Chip, counts: DeviceCounts,
+  searcher: programs.Part, by_name: dict[str, Compiled],
 ) -> predict.Prediction:
   link = lambda name: (by_name[name] if by_name else _NOT_COMPILED).link_bytes
   return predict.predict(
     cfg, load, chip, **counts._asdict(), published_bytes=searcher.published_bytes, step_link_bytes=link("train step"),
-    decode_link_bytes=link("decode"), prefill_link_bytes=link("prefill"), score_link_bytes=link("score"))
+    decode_link_bytes=link("decode"), prefill_link_bytes=link("prefill"), score_link_bytes=link("score"),
+    beside=beside.group_works(
+      programs.trees_beside(config), config.task_args, num_samples=load.num_samples,
+      mean_prompt_tokens=load.mean_prompt_tokens, mean_response_tokens=load.mean_response_tokens,
+      devices=counts.per_searcher))
 
 
 def _recommend(entries: Sequence[Entry]) -> tuple[str, str]:

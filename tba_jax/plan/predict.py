@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
 from tba_jax.models.variants import ModelConfig
 from tba_jax.plan.chips import LINK_SHARE, Chip
@@ -80,6 +81,7 @@ class Prediction:
   decode_work: Work
   prefill: Terms
   score: Terms
+  beside: dict[str, Terms]  # of the task's own models, for a group
   steps_per_hour: float
   trained_tokens_per_sec: float
   sampled_tokens_per_sec: float
@@ -102,7 +104,7 @@ def terms(work: Work, link_bytes: float, chip: Chip) -> Terms:
 def predict(
   cfg: ModelConfig, load: Workload, chip: Chip, *, trainer: int, searchers: int, per_searcher: int, share: bool,
   published_bytes: int, step_link_bytes: float, decode_link_bytes: float, prefill_link_bytes: float,
-  score_link_bytes: float,
+  score_link_bytes: float, beside: Mapping[str, Work],
 ) -> Prediction:
   """The figures of one split of a slice.
 
@@ -110,6 +112,7 @@ def predict(
     trainer, searchers, per_searcher: devices. share: all take turns on the same ones.
     published_bytes: that arrive on each device of a searcher.
     *_link_bytes: of one call of the compiled program; decode: of a whole chunk.
+    beside: what the task's own models do for a group, on each device of a searcher.
   """
   rows = math.ceil(load.prompts_per_step * load.responses_per_prompt / (load.micro_batches * trainer))
   part_rows = rows * trainer
@@ -137,11 +140,14 @@ def predict(
   decode = terms(token_work, decode_link_bytes / load.chunk_tokens, chip)
   prefill, score = terms(prefill_work, prefill_link_bytes, chip), terms(score_work, score_link_bytes, chip)
 
+  judged = {name: terms(work, 0.0, chip) for name, work in beside.items()}
+  judge_secs = sum(each.secs for each in judged.values())
+
   # A slot that falls free in the middle of a chunk idles until its end.
   occupancy = load.mean_response_tokens / (load.mean_response_tokens + (load.chunk_tokens - 1) / 2)
   group_tokens = load.num_samples * load.mean_response_tokens
   decode_secs = group_tokens * decode.secs / (load.slots * occupancy)
-  group_secs = decode_secs + prefill.secs / load.prefill_prompts + score.secs
+  group_secs = decode_secs + prefill.secs / load.prefill_prompts + score.secs + judge_secs
   groups_per_sec = searchers / group_secs
   supply_secs = load.prompts_per_step / groups_per_sec  # to sample what a step trains
   # Arriving at a searcher, or leaving the trainer for all of them, whichever takes longer.
@@ -150,13 +156,13 @@ def predict(
   turns = share or load.alternates
   cycle = step.secs + supply_secs if turns else max(step.secs, 0.0 if load.reuses else supply_secs)
   sample_secs = supply_secs if turns or load.bounded else cycle  # that searchers are busy in a cycle
-  latency = load.max_new_tokens * decode.secs + score.secs  # a group waits for its longest response
+  latency = load.max_new_tokens * decode.secs + score.secs + judge_secs  # a group waits for its longest response
   staleness = 0.0 if load.alternates else (
     latency / cycle + transfer_secs / cycle + (load.every_steps - 1) / 2 + 0.75 * load.every_steps)
   tokens = load.prompts_per_step * load.responses_per_prompt * load.mean_response_tokens
   return Prediction(
     step=step, step_work=step_work, decode=decode, decode_work=token_work, prefill=prefill, score=score,
-    steps_per_hour=3600 / cycle, trained_tokens_per_sec=tokens / cycle,
+    beside=judged, steps_per_hour=3600 / cycle, trained_tokens_per_sec=tokens / cycle,
     sampled_tokens_per_sec=group_tokens * groups_per_sec * min(1.0, sample_secs / cycle),
     fresh_ratio=cycle / supply_secs, transfer_secs=transfer_secs, staleness_updates=staleness,
     trainer_idle=1 - step.secs / cycle, searcher_idle=1 - min(1.0, sample_secs / cycle),

@@ -94,7 +94,9 @@ def as_markdown(plan: Plan) -> str:
     "FLOPs and memory traffic are counted by formula (FLOPs: tested against the compiler's count without loops), "
     "link bytes in the compiled program's text, each collective times the trips of the loops around it. `compiler's "
     "FLOPs` take the body of a loop once and are shown for comparison only. Memory: arguments from the sharded trees, "
-    "temporaries and code from the compiler; code counts the largest program of a kind once for each of its shapes.",
+    "temporaries and code from the compiler; code counts the largest program of a kind once for each of its shapes."
+    + (" The task's own models (" + ", ".join(shown.prediction.beside) + ") are taken at two FLOPs a weight and token, "
+       "without links and temporaries." if shown.prediction and shown.prediction.beside else ""),
     _table(
       ["constant", "value", "source"],
       [
@@ -162,6 +164,8 @@ def _work_table(entry: Entry) -> str:
       row("decode, a token in every slot (links: a chunk)", p.decode, p.decode_work, "decode"),
       row("prefill, a batch", p.prefill, None, "prefill"),
       row("score, a group", p.score, None, "score"),
+      *([f"{name}, a group", "", "", "", f"{each.compute_secs:.3g}", f"{each.memory_secs:.3g}", "",
+         f"**{each.secs:.3g}**", "", ""] for name, each in p.beside.items()),
     ],
   )
 
