@@ -66,7 +66,7 @@ def get_config(arg=None):
   config.sync = dict(every_steps=1, max_lead_steps=-1)
   config.devices = dict(trainer=1, searchers=2, per_searcher=1, share=False)  # on CPU: three virtual devices
   config.runtime = dict(
-    mode="async", backend="local", lag=-1, searcher_restarts=1, stop_timeout_secs=10.0,
+    mode="async", backend="local", ray_address="", lag=-1, searcher_restarts=1, stop_timeout_secs=10.0,
     replay_order="", hang_secs=300.0,
   )
   config.eval = dict(every_steps=40, size=512)

@@ -72,7 +72,7 @@ def get_config(arg=None):
   config.sync = dict(every_steps=10, max_lead_steps=-1)
   config.devices = dict(trainer=0, searchers=0, per_searcher=0, share=False)
   config.runtime = dict(
-    mode="async", backend="local", lag=-1, searcher_restarts=2, stop_timeout_secs=10.0,
+    mode="async", backend="local", ray_address="", lag=-1, searcher_restarts=2, stop_timeout_secs=10.0,
     replay_order="", hang_secs=900.0,
   )
   config.eval = dict(every_steps=64, size=512)

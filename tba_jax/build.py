@@ -220,10 +220,10 @@ def place_searcher(cfg: ModelConfig, devices: Sequence[jax.Device]) -> Place:
 
 def build_searchers(
     config: ConfigDict, cfg: ModelConfig, task: Task, params: Any, device_lists: Sequence[Sequence[jax.Device]],
-    folder: pathlib.Path
+    folder: pathlib.Path | None, *, first_index: int = 0,
 ) -> tuple[WeightStore, Callable[[int], Searcher], Timeline]:
   """Weight store, what makes searcher i with an engine and the reference (version 0) on its devices, and the timeline
-  they write to."""
+  they write to (in memory without a folder). `first_index`: of the searcher on the first devices."""
   sample, train, lora = config.sample, config.train, lora_settings(config)
   dtype, timeline = jnp.dtype(sample.dtype), Timeline(folder)
   places = [place_searcher(cfg, devices) for devices in device_lists]
@@ -241,7 +241,8 @@ def build_searchers(
   decode_layout_scorers = [make_decode_layout_scorer(score) for score in scorers]
 
   def make_searcher(index: int) -> Searcher:
-    place = places[index]
+    at = index - first_index
+    place = places[at]
     make_engine = functools.partial(
         Engine, cfg, place.device_or_mesh, slots=sample.slots, max_prompt_tokens=sample.max_prompt_tokens,
         max_new_tokens=sample.max_new_tokens, chunk_tokens=sample.chunk_tokens, stop_ids=task.tokenizer.stop_ids,
@@ -251,9 +252,9 @@ def build_searchers(
     return Searcher(
         index=index, engine=engine,
         # An evaluation has one sample a prompt, which would leave all but one slot of a lane idle.
-        eval_engine=engine if sample.lane_samples == 1 else make_engine(), slots=sample.slots, score=scorers[index],
-        score_decode_layout=decode_layout_scorers[index],
-        reference=references[index], ref_version=0, prompts=task.train_prompts(),
+        eval_engine=engine if sample.lane_samples == 1 else make_engine(), slots=sample.slots, score=scorers[at],
+        score_decode_layout=decode_layout_scorers[at],
+        reference=references[at], ref_version=0, prompts=task.train_prompts(),
         reward=make_reward(task, place.device_or_mesh, for_eval=False),
         eval_reward=make_reward(task, place.device_or_mesh, for_eval=True), response_text=task.response_text,
         settings=settings, temperature=float(ladder[index % len(ladder)]),
@@ -276,6 +277,11 @@ def make_convert(dtype: Any) -> Callable[[Any], Any]:
   return jax.jit(lambda tree: transformer.unstack(jax.tree.map(lambda x: x.astype(dtype), tree)))
 
 
+def copy_of_adapters() -> Callable[[Any], Any]:
+  """Adapters as they are moved: of their own buffers; jitted."""
+  return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
+
+
 def _weight_store(
     cfg: ModelConfig, lora: LoraSettings | None, places: Sequence[Place], references: Sequence[Any], dtype: Any, *,
     timeout_secs: float,
@@ -290,15 +296,15 @@ def _weight_store(
     on_mesh = place.mesh is not None
     placements.append(sharding.param_shardings(abstract, place.mesh) if on_mesh else place.weights)
     expand.append(functools.partial(jax.jit(merge, out_shardings=place.weights if on_mesh else None), reference))
-  return WeightStore(jax.jit(lambda tree: jax.tree.map(jnp.copy, tree)), placements, expand=expand,
-                     timeout_secs=timeout_secs)
+  return WeightStore(copy_of_adapters(), placements, expand=expand, timeout_secs=timeout_secs)
 
 
 def placements(config: ConfigDict, cfg: ModelConfig, devices: Sequence[jax.Device]) -> list[placement.Placement]:
   """What stays on which device during a run, in bytes."""
-  asked = config_lib.resolve_devices(**config.devices, num_devices=len(devices))
+  asked = config_lib.device_counts(config, num_devices=len(devices))
   return placement.placements(
-      cfg, devices, trainer=asked.trainer, searchers=asked.searchers, per_searcher=asked.per_searcher,
+      cfg, devices, trainer=asked.trainer,
+      searchers=0 if config.runtime.backend == "ray" else asked.searchers, per_searcher=asked.per_searcher,
       share=asked.share, optimizer=config.train.optimizer, param_dtype=config.train.param_dtype,
       compute_dtype=config.train.compute_dtype, sample_dtype=config.sample.dtype, cache_dtype=config.sample.cache_dtype,
       attention=config.sample.attention, slots=config.sample.slots, lane_samples=config.sample.lane_samples,
@@ -377,20 +383,23 @@ def tempering(config: ConfigDict) -> optimizers.Tempering:
 
 
 def build_reference(
-    config: ConfigDict, cfg: ModelConfig, params: Any, mesh: Mesh, device_lists: Sequence[Sequence[jax.Device]]
+    config: ConfigDict, cfg: ModelConfig, params: Any, mesh: Mesh, device_lists: Sequence[Sequence[jax.Device]], *,
+    make: Callable[..., Reference] | None = None,
 ) -> Reference | None:
-  """The reference that moves, from version 0 on the trainer's mesh; None if it never does."""
+  """The reference that moves, from version 0 on the trainer's mesh; None if it never does. `make`: another class, which
+  knows by itself where the searchers are."""
   train = config.train
   if not config.reference.reset_every_steps:
     return None
   multiple = train.micro_batches * sharding.num_batch_shards(mesh)
-  return Reference(
+  make = make or functools.partial(
+      Reference, searcher_places=[place_searcher(cfg, devices).reference for devices in device_lists])
+  return make(
       params, every_steps=config.reference.reset_every_steps, ema_decay=config.reference.ema_decay,
       dtype=jnp.dtype(config.sample.dtype), score=make_scorer(config, cfg, mesh),
       placement=sharding.batch_sharding(mesh),
       num_rows=round_up(train.prompts_per_step * train.responses_per_prompt, multiple) // train.micro_batches,
-      row_tokens=train.length_buckets[-1],
-      searcher_places=[place_searcher(cfg, devices).reference for devices in device_lists])
+      row_tokens=train.length_buckets[-1])
 
 
 def build_exchange(config: ConfigDict, num_prompts: int) -> Exchange:

@@ -104,8 +104,24 @@ def resolve_devices(*, trainer: int, searchers: int, per_searcher: int, share: b
   return DeviceCounts(trainer, searchers, per_searcher, False)
 
 
-def num_virtual_devices(devices: Mapping[str, Any]) -> int:
-  """CPU devices to make for explicit counts; 0 where a count is automatic: what exists is split then."""
+def device_counts(config: Mapping[str, Any], *, num_devices: int) -> DeviceCounts:
+  """`resolve_devices` of a config. With runtime.backend=ray this process has the trainer alone, on all devices unless
+  devices.trainer says otherwise, and `searchers` of `per_searcher` devices are elsewhere."""
+  devices = {name: config["devices"][name] for name in ("trainer", "searchers", "per_searcher", "share")}
+  if config["runtime"]["backend"] != "ray":
+    return resolve_devices(**devices, num_devices=num_devices)
+  trainer = devices["trainer"] or num_devices
+  if trainer > num_devices:
+    raise ValueError(f"devices.trainer={trainer} is more than the {num_devices} devices of this process, which has "
+                     "the trainer alone with runtime.backend=ray; lower it (0: all there are)")
+  return DeviceCounts(trainer, devices["searchers"], devices["per_searcher"] or 1, False)
+
+
+def num_virtual_devices(devices: Mapping[str, Any], *, backend: str = "local") -> int:
+  """CPU devices to make in this process for explicit counts; 0 where a count is automatic: what exists is split then.
+  """
+  if backend == "ray":
+    return devices["trainer"]
   trainer, searchers, per_searcher = devices["trainer"], devices["searchers"], devices["per_searcher"]
   if not (trainer and searchers):
     return 0
@@ -148,7 +164,9 @@ def _check_replay(c: Mapping[str, Any]) -> Iterator[str]:
 def _check_devices(c: Mapping[str, Any], num_devices: int, platform: str) -> Iterator[str]:
   names = ("trainer", "searchers", "per_searcher", "share")
   try:
-    counts = resolve_devices(**{name: c[f"devices.{name}"] for name in names}, num_devices=num_devices)
+    devices = {name: c[f"devices.{name}"] for name in names}
+    runtime = {"backend": c["runtime.backend"]}
+    counts = device_counts({"devices": devices, "runtime": runtime}, num_devices=num_devices)
   except ValueError as error:
     yield f"{error} (platform {platform})"
     return

@@ -228,8 +228,18 @@ def _check_runtime(c: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _check_backend(c: Mapping[str, Any]) -> Iterator[str]:
-  if c["runtime.backend"] == "ray" and not (_has_module("ray") and _has_module("tba_jax.runtime.cluster")):
-    yield "runtime.backend='ray' is not available in this installation; use runtime.backend=local"
+  if c["runtime.backend"] != "ray":
+    if c["runtime.ray_address"]:
+      yield (f"runtime.ray_address={c['runtime.ray_address']!r} is joined with runtime.backend=ray only, not "
+             f"{c['runtime.backend']}; set one of them otherwise")
+    return
+  if not _has_module("ray"):
+    yield "runtime.backend='ray' needs Ray; pip install -r requirements-cluster.txt, or use runtime.backend=local"
+  if not c["devices.searchers"]:
+    yield "devices.searchers=0 must be a number with runtime.backend=ray: so many searchers are asked of the cluster"
+  if c["devices.share"]:
+    yield ("devices.share=True needs searchers in the trainer's process, but runtime.backend=ray has them in others; "
+           "set devices.share=False")
 
 
 # Where each kernel of attention runs, and the dtype that it takes where it takes only one.

@@ -190,7 +190,9 @@ SCHEMA: dict[str, Rule] = {
   "runtime.mode": _key(
     _one_of("async", "lockstep", "sync"),
     "async: threads, as TBA; lockstep: a fixed schedule, equal to the bit; sync: on-policy turns"),
-  "runtime.backend": _key(_one_of("local", "ray"), "where searchers run: in this process, or by Ray"),
+  "runtime.backend": _key(_one_of("local", "ray"), "where searchers run: in this process, or in others, by Ray"),
+  "runtime.ray_address": _key(
+    _ANY_STRING, 'of the cluster to join, HOST:PORT or auto; "": one of this machine alone'),
   "runtime.replay_order": _key(
     _ANY_STRING, 'folder of an async run whose order of consumption is followed in lockstep; "": none'),
   "runtime.lag": _key(

@@ -194,7 +194,7 @@ def config_path(argv: Sequence[str]) -> str:
 # --- Before jax looks for devices ---
 
 
-def set_up_jax(devices: Any) -> None:
+def set_up_jax(devices: Any, *, backend: str = "local") -> None:
   """Makes the CPU devices that the config counts, and keeps compiled programs for the next run.
 
   Compiled programs go to JAX_COMPILATION_CACHE_DIR if that is set, else to the user's cache folder ($XDG_CACHE_HOME
@@ -203,7 +203,7 @@ def set_up_jax(devices: Any) -> None:
   """
   import jax
 
-  num_cpu_devices = config_lib.num_virtual_devices(devices)
+  num_cpu_devices = config_lib.num_virtual_devices(devices, backend=backend)
   if num_cpu_devices:
     jax.config.update("jax_num_cpu_devices", num_cpu_devices)
   if jax.config.jax_compilation_cache_dir is None:
@@ -244,7 +244,7 @@ def main(argv: Sequence[str]) -> int:
   except config_lib.ConfigError as error:
     problems += error.problems
   logging.set_verbosity(logging.WARNING)  # jax reports every kind of device that it does not find
-  set_up_jax(config.devices)
+  set_up_jax(config.devices, backend=config.runtime.backend)
   import jax
 
   try:

@@ -71,6 +71,22 @@ class Timeline:
         if number in self._open:
           self._end(number, more)
 
+  def now_secs(self) -> float:
+    """The timeline's clock."""
+    return self._clock()
+
+  def take(self) -> list[Span]:
+    """The spans that have ended since the last call; they are forgotten here."""
+    with self._lock:
+      spans, self._spans = self._spans, []
+      return spans
+
+  def add(self, spans: Sequence[Span]) -> None:
+    """Records spans that were measured elsewhere, on this timeline's clock."""
+    with self._lock:
+      for span in spans:
+        self._keep(span, {})
+
   def end_open(self, actor: str) -> None:
     """Ends the actor's open spans now: it was given up, and may never leave them."""
     with self._lock:
@@ -78,7 +94,9 @@ class Timeline:
         self._end(number, {})
 
   def _end(self, number: int, more: Mapping[str, Any]) -> None:
-    done = self._open.pop(number)._replace(end_secs=self._clock())
+    self._keep(self._open.pop(number)._replace(end_secs=self._clock()), more)
+
+  def _keep(self, done: Span, more: Mapping[str, Any]) -> None:
     self._spans.append(done)
     if self._file is not None and not self._file.closed:
       start, end = self._epoch_secs + done.start_secs, self._epoch_secs + done.end_secs

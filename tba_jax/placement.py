@@ -69,15 +69,18 @@ def placements(
   lane_samples: int, max_prompt_tokens: int, max_new_tokens: int, buffer_capacity: int,
   lora: LoraSettings | None = None, reference_moves: bool = False, reference_average: bool = False,
 ) -> list[Placement]:
-  """What each part of a run keeps, device counts as `config.resolve_devices` gives them.
+  """What each part of a run keeps, device counts as `config.resolve_devices` gives them; searchers 0 where they are in
+  other processes.
 
   With `lora` the trainer keeps a base in `compute_dtype` and trains adapters. A searcher keeps the same whether
   adapters are trained or everything: the weights (merged ones), and the reference (the base that they are merged with).
   A reference that moves is kept by the trainer too, and with `reference_average` the float32 average that it is set to.
   Raises: ValueError if the pattern of `lora` matches no layer.
   """
-  trainer_devices, searcher_devices = sharding.split_devices(
-    devices, trainer=trainer, searchers=searchers, per_searcher=per_searcher, share=share)
+  trainer_devices, searcher_devices = devices[:trainer], []
+  if searchers:
+    trainer_devices, searcher_devices = sharding.split_devices(
+      devices, trainer=trainer, searchers=searchers, per_searcher=per_searcher, share=share)
   mesh = sharding.make_mesh(trainer_devices)
   base = transformer.abstract_params(cfg, jnp.dtype(compute_dtype))
   whole = transformer.abstract_params(cfg, jnp.dtype(param_dtype))

@@ -122,6 +122,10 @@ class Searcher:
     self._span, self._grader = span, Caller(f"grader{index}")
     self._given: Weights | None = None  # the newest the engine was given; in effect when the engine's version says so
 
+  def ready(self, weights: Weights) -> bool:
+    """Whether it can be used; one in another process may have to begin, with these weights."""
+    return True
+
   @property
   def version(self) -> int:
     """Of the weights that a group started now will begin with. (Groups under way may still be of older ones.)"""

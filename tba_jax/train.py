@@ -13,14 +13,14 @@ import json
 import pathlib
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 from absl import logging
 from ml_collections import ConfigDict
 
-from tba_jax import build, metrics, sharding
+from tba_jax import build, build_remote, metrics, sharding
 from tba_jax import config as config_lib
 from tba_jax.alarms import Alarms
 from tba_jax.checkpoints.run_state import RunState
@@ -29,6 +29,7 @@ from tba_jax.meters import Profile, WaitMeter
 from tba_jax.runtime.local import run_async
 from tba_jax.runtime.lockstep import run_lockstep
 from tba_jax.runtime.order import OrderLog, run_replay
+from tba_jax.runtime.remote import Connection, Put
 from tba_jax.runtime.run import Run
 from tba_jax.runtime.settings import RunSettings, StopFlag
 from tba_jax.workdir import (
@@ -63,14 +64,16 @@ def _run(config: ConfigDict, folder: pathlib.Path, stop: StopFlag, stack: contex
   began = time.monotonic()
 
   # --- Devices ---
-  counts = config_lib.resolve_devices(**config.devices, num_devices=jax.device_count())
-  trainer_devices, searcher_devices = sharding.split_devices(
-      jax.devices(), trainer=counts.trainer, searchers=counts.searchers, per_searcher=counts.per_searcher,
-      share=counts.share)
+  counts = config_lib.device_counts(config, num_devices=jax.device_count())
+  remote = config.runtime.backend == "ray"
+  trainer_devices, searcher_devices = jax.devices()[: counts.trainer], []
+  if not remote:
+    trainer_devices, searcher_devices = sharding.split_devices(jax.devices(), **counts._asdict())
   mesh = sharding.make_mesh(trainer_devices)
-  say(f"{jax.device_count()} {jax.default_backend()} devices: {len(trainer_devices)} for the trainer, "
-      f"{len(searcher_devices[0])} for each of {len(searcher_devices)} searchers" +
-      (", shared" if counts.share else ""))
+  where = ", shared" if counts.share else " of the cluster" if remote else ""
+  say(f"{jax.device_count()} {jax.default_backend()} devices: {counts.trainer} for the trainer, {counts.per_searcher} "
+      f"for each of {counts.searchers} searchers{where}")
+  cluster = stack.enter_context(_cluster(config, counts)) if remote else None
 
   # --- Model, task, version 0 ---
   run_state = RunState(folder, keep=config.checkpoint.keep, timeout_secs=config.runtime.hang_secs)
@@ -83,12 +86,19 @@ def _run(config: ConfigDict, folder: pathlib.Path, stop: StopFlag, stack: contex
   eval_prompts = task.eval_prompts()[: config.eval.size or None]
 
   # --- Searchers: reference, engines ---
-  weights, make_searcher, timeline = build.build_searchers(config, cfg, task, params, searcher_devices, folder)
-  searchers = [make_searcher(index) for index in range(len(searcher_devices))]
+  if cluster is None:
+    weights, make_searcher, timeline = build.build_searchers(config, cfg, task, params, searcher_devices, folder)
+    reference = build.build_reference(config, cfg, params, mesh, searcher_devices)
+  else:
+    put, connect = cluster
+    weights, make_searcher, timeline = build_remote.build_remote_searchers(
+        config, cfg, task, params, folder, put=put, connect=connect)
+    reference = build_remote.build_remote_reference(
+        config, cfg, params, mesh, put=put, num_searchers=counts.searchers)
+  searchers = [make_searcher(index) for index in range(counts.searchers)]
   stack.callback(timeline.close)
 
   # --- Trainer, buffer, books ---
-  reference = build.build_reference(config, cfg, params, mesh, searcher_devices)
   trainer = build.build_trainer(config, cfg, params, mesh, folder)
   del params  # the trainer's: its steps donate them, or a frozen base is read by them
   exchange = build.build_exchange(config, len(task.train_prompts()))
@@ -140,6 +150,24 @@ def _run(config: ConfigDict, folder: pathlib.Path, stop: StopFlag, stack: contex
           "one version that were still at hand; set sample.in_flight=False or sync.every_steps higher")
       return FAULT
   return code
+
+
+@contextlib.contextmanager
+def _cluster(config: ConfigDict, counts: config_lib.DeviceCounts) -> Iterator[tuple[Put, Callable[..., Connection]]]:
+  """A Ray cluster: what stores a chunk there, and what makes the connection to a searcher."""
+  from tba_jax.runtime import cluster
+
+  platform = jax.default_backend()
+
+  def connect(spec: build_remote.HostSpec) -> Connection:
+    return cluster.ActorConnection(build_remote.make_host, spec, name=f"searcher {spec.index}", platform=platform,
+                                   devices=counts.per_searcher)
+
+  with contextlib.ExitStack() as stack:
+    with as_config_error("runtime.backend='ray'"):
+      stack.enter_context(
+          cluster.joined(config.runtime.ray_address, platform=platform, trainer_devices=counts.trainer))
+    yield cluster.put, connect
 
 
 def _drive(the_run: Run, folder: pathlib.Path) -> int:

@@ -98,11 +98,12 @@ class WeightStore:
     """
     converted = self._convert(params)
 
-    def move() -> Weights:
-      moved = jax.device_put(converted, self._placements[searcher], may_alias=False)
-      return Weights(version, self._expand[searcher](moved), moved)
+    return lambda: self.received(converted, version, searcher=searcher)
 
-    return move
+  def received(self, converted: Any, version: int, *, searcher: int) -> Weights:
+    """A converted tree, from wherever it came, as weights of a searcher; what is published stays as it is."""
+    moved = jax.device_put(converted, self._placements[searcher], may_alias=False)
+    return Weights(version, self._expand[searcher](moved), moved)
 
   def adopt(self, moved: Any, version: int) -> None:
     """Puts restored weights in place, as they were moved (`Weights.moved`): a copy for each searcher."""

@@ -396,8 +396,16 @@ def test_nearest_right_name(name, line):
    "sync.every_steps=2 must be 1 with runtime.lag=2: rows are exactly that old only if every version is published"),
   ({"runtime.lag": 4, "runtime.mode": "lockstep", "buffer.max_staleness": 3},
    "buffer.max_staleness=3 must be at least runtime.lag=4, or no row may be trained on; raise it, or -1 for no limit"),
-  ({"runtime.backend": "ray"},
-   "runtime.backend='ray' is not available in this installation; use runtime.backend=local"),
+  ({"runtime.backend": "ray", "devices.searchers": 0},
+   "devices.searchers=0 must be a number with runtime.backend=ray: so many searchers are asked of the cluster"),
+  ({"runtime.backend": "ray", "devices.share": True},
+   "devices.share=True needs searchers in the trainer's process, but runtime.backend=ray has them in others; set "
+   "devices.share=False"),
+  ({"runtime.backend": "ray", "devices.trainer": 4},
+   "devices.trainer=4 is more than the 3 devices of this process, which has the trainer alone with "
+   "runtime.backend=ray; lower it (0: all there are) (platform cpu)"),
+  ({"runtime.ray_address": "auto"},
+   "runtime.ray_address='auto' is joined with runtime.backend=ray only, not local; set one of them otherwise"),
   ({"runtime.mode": "sync", "buffer.priority": "reward"},
    "buffer.priority='reward' must be 'uniform' with runtime.mode=sync and a lag of 0: whole groups are trained on "
    "once, in the order they came; set buffer.priority=uniform"),
@@ -472,6 +480,12 @@ def test_keys_that_do_not_agree(changes, line):
 ])
 def test_the_right_side_of_each_border_is_accepted(changes):
   config_lib.validate(_quickstart(**changes), num_devices=3, platform="cpu")
+
+
+def test_ray_is_asked_for_where_it_is_not_installed(monkeypatch):
+  monkeypatch.setattr("tba_jax.config_rules._has_module", lambda name: name != "ray")
+  assert list(_problems(_quickstart(**{"runtime.backend": "ray"}))) == [
+    "runtime.backend='ray' needs Ray; pip install -r requirements-cluster.txt, or use runtime.backend=local"]
 
 
 def test_every_loss_can_be_configured():

@@ -41,6 +41,7 @@ ORDER = (
     ("workdir",),
     ("placement",),
     ("build",),
+    ("build_remote",),
     ("train",),
     ("main", "score", "export", "config_docs"),
     ("plan",),

@@ -69,6 +69,8 @@ class SearcherThread:
     """Takes newer weights, starts groups, decodes a chunk; or evaluates; or waits."""
     run, searcher = self._run, self.searcher
     searcher.heartbeat.beat("looking for work")
+    if not searcher.ready(run.weights.latest(searcher.index)):
+      return
     if self._job is None and self._jobs is not None and not self._jobs.empty():
       self._job = self._jobs.get()
     if self._job is not None and searcher.is_idle():

@@ -1,0 +1,113 @@
+"""Runs on a real Ray cluster, of processes on this machine: the same bits as the local runtime, a searcher's process that
+is killed, a node that joins and leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import runs
+
+pytestmark = pytest.mark.slow
+ray = pytest.importorskip("ray", reason="needs Ray: pip install -r requirements-cluster.txt")
+
+REPO = pathlib.Path(__file__).resolve().parent.parent
+SMALL = ("--config.sft.steps=0", "--config.sample.truncated=score", "--config.eval.size=8", "--config.devices.trainer=1")
+
+
+class Process:
+  """A run of the command in a process of its own."""
+
+  def __init__(self, workdir, *flags):
+    self.workdir, self._log = workdir, workdir.with_suffix(".log")
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "",
+           "JAX_COMPILATION_CACHE_DIR": str(workdir.parent / "xla"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}
+    command = [sys.executable, "-m", "tba_jax.main", "--config=configs/quickstart.py:smoke", f"--workdir={workdir}",
+               *SMALL, *flags]
+    self._process = subprocess.Popen(command, cwd=REPO, env=env, stderr=self._log.open("w"), stdout=subprocess.DEVNULL)
+
+  def log(self) -> str:
+    return self._log.read_text()
+
+  def wait_for(self, what, secs=240.0) -> float:
+    """Seconds until `what()` is true; fails if the process ends before."""
+    began = time.monotonic()
+    while not what():
+      assert self._process.poll() is None, self.log()
+      assert time.monotonic() - began < secs, self.log()
+      time.sleep(0.1)
+    return time.monotonic() - began
+
+  def step(self) -> int:
+    path = self.workdir / "metrics.jsonl"
+    text = path.read_text().splitlines() if path.exists() else []
+    return max((json.loads(line)["step"] for line in text if line.endswith("}")), default=0)
+
+  def end(self) -> int:
+    try:
+      return self._process.wait(timeout=300)
+    finally:
+      self._process.kill()
+
+
+def _actors() -> list[int]:
+  """Processes of searchers."""
+  found = []
+  for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+    try:
+      if path.read_bytes().startswith(b"ray::_Actor"):
+        found.append(int(path.parent.name))
+    except OSError:
+      continue
+  return found
+
+
+def test_lockstep_on_ray_is_the_local_run_bit_for_bit(tmp_path):
+  lockstep = ("--config.runtime.mode=lockstep", "--config.runtime.lag=1", "--config.sync.every_steps=1",
+              "--config.buffer.dedup=False")
+  assert Process(tmp_path / "local", *lockstep).end() == 0
+  remote = Process(tmp_path / "ray", *lockstep, "--config.runtime.backend=ray")
+  assert remote.end() == 0, remote.log()
+  assert runs.untimed(tmp_path / "ray") == runs.untimed(tmp_path / "local")
+
+
+def test_a_searcher_that_is_killed_is_noticed_and_replaced(tmp_path):
+  run = Process(tmp_path / "run", "--config.runtime.backend=ray", "--config.train.steps=2000",
+                "--config.sync.max_lead_steps=2", "--config.runtime.searcher_restarts=2")
+  run.wait_for(lambda: run.step() > 20 and "searcher 1 is ready" in run.log())
+  os.kill(_actors()[-1], signal.SIGKILL)
+  assert run.wait_for(lambda: "raised HostDied" in run.log()) < 10.0
+  assert run.end() == 0, run.log()
+  found = runs.results(tmp_path / "run")
+  assert (found["searcher_restarts"], found["steps"]) == (1, 2000)
+
+
+def test_a_node_joins_and_leaves_while_the_run_goes_on(tmp_path):
+  from ray.cluster_utils import Cluster
+
+  cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+  try:
+    run = Process(tmp_path / "run", "--config.runtime.backend=ray", f"--config.runtime.ray_address={cluster.address}",
+                  "--config.train.steps=4000", "--config.sync.max_lead_steps=2")
+    run.wait_for(lambda: run.step() > 10)
+    assert "searcher 1 is ready" not in run.log()
+    node = cluster.add_node(num_cpus=1)
+    run.wait_for(lambda: "searcher 1 is ready" in run.log())
+    step = run.step()
+    run.wait_for(lambda: run.step() > step + 5)
+    cluster.remove_node(node)
+    run.wait_for(lambda: "searcher 1 raised HostDied" in run.log())
+    step = run.step()
+    run.wait_for(lambda: run.step() > step + 50)
+    run._process.send_signal(signal.SIGTERM)
+    assert run.end() == 0, run.log()
+    assert "the same command resumes from" in run.log()
+  finally:
+    cluster.shutdown()
