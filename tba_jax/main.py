@@ -203,6 +203,10 @@ def set_up_jax(devices: Any, *, backend: str = "local") -> None:
   """
   import jax
 
+  if backend == "ray":
+    from tba_jax.runtime import cluster
+
+    cluster.keep_to_this_host(devices["trainer"], os.environ)
   num_cpu_devices = config_lib.num_virtual_devices(devices, backend=backend)
   if num_cpu_devices:
     jax.config.update("jax_num_cpu_devices", num_cpu_devices)

@@ -349,6 +349,7 @@ QUESTION = (
 )
 
 
+@pytest.mark.slow
 def test_real_model_equals_transformers(smollm2, tmp_path: pathlib.Path):
   torch, transformers = parity.require("torch"), parity.require("transformers")
   cfg, params, tokenizer = smollm2

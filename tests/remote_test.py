@@ -184,5 +184,11 @@ def test_what_a_process_is_told_of_its_devices():
   assert "TPU_VISIBLE_CHIPS" not in tpu  # Ray's to say
   with pytest.raises(ValueError, match="devices.per_searcher=3 TPU chips are no part of a host; use one of 1, 2, 4, 8"):
     cluster.environment("tpu", 3, own={})
+  mine = {"TPU_PROCESS_BOUNDS": "set by hand"}
+  cluster.keep_to_this_host(4, mine)
+  assert (mine["TPU_PROCESS_BOUNDS"], mine["TPU_CHIPS_PER_PROCESS_BOUNDS"]) == ("set by hand", "2,2,1")
+  nothing = {}
+  cluster.keep_to_this_host(0, nothing)
+  assert nothing == {}
   assert cluster.resources("tpu", 4) == {"num_cpus": 1, "resources": {"TPU": 4}}
   assert cluster.resources("gpu", 2)["num_gpus"] == 2

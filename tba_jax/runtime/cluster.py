@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,9 +48,23 @@ def environment(platform: str, devices: int, *, own: Mapping[str, str]) -> dict[
   if devices not in _CHIP_BOUNDS:
     raise ValueError(f"devices.per_searcher={devices} TPU chips are no part of a host; use one of "
                      f"{', '.join(map(str, _CHIP_BOUNDS))}")
-  bounds = _CHIP_BOUNDS[devices]
-  return {**passed, "JAX_PLATFORMS": "tpu,cpu", "TPU_PROCESS_BOUNDS": "1,1,1", "TPU_CHIPS_PER_PROCESS_BOUNDS": bounds,
-          "TPU_CHIPS_PER_HOST_BOUNDS": bounds, "TPU_HOST_BOUNDS": "1,1,1"}
+  return {**passed, "JAX_PLATFORMS": "tpu,cpu", **_bounds(devices)}
+
+
+def _bounds(chips: int) -> dict[str, str]:
+  """For libtpu: a process of its own with so many chips of this host. Older releases read the last two."""
+  return {"TPU_PROCESS_BOUNDS": "1,1,1", "TPU_CHIPS_PER_PROCESS_BOUNDS": _CHIP_BOUNDS[chips],
+          "TPU_HOST_BOUNDS": "1,1,1", "TPU_CHIPS_PER_HOST_BOUNDS": _CHIP_BOUNDS[chips]}
+
+
+def keep_to_this_host(trainer_devices: int, environ: MutableMapping[str, str]) -> None:
+  """Tells libtpu, before it looks for devices, that the trainer's process is no part of a slice of several hosts.
+
+  What the user has set stays. Without devices.trainer (0) nothing is known and nothing is set; elsewhere than on a TPU
+  nobody reads it.
+  """
+  for name, value in (_bounds(trainer_devices) if trainer_devices in _CHIP_BOUNDS else {}).items():
+    environ.setdefault(name, value)
 
 
 @contextlib.contextmanager
