@@ -20,7 +20,6 @@ from tba_jax.checkpoints.model_folder import read_model_folder, save_model_folde
 from tba_jax.checkpoints.run_state import RunState
 from tba_jax.config_schema import is_task_file
 from tba_jax.losses.registry import make_loss
-from tba_jax.meters import Timeline
 from tba_jax.models import kernels, transformer
 from tba_jax.models import lora as lora_lib
 from tba_jax.models.lora import LoraSettings
@@ -220,12 +219,16 @@ def place_searcher(cfg: ModelConfig, devices: Sequence[jax.Device]) -> Place:
 
 def build_searchers(
     config: ConfigDict, cfg: ModelConfig, task: Task, params: Any, device_lists: Sequence[Sequence[jax.Device]],
-    folder: pathlib.Path | None, *, first_index: int = 0,
-) -> tuple[WeightStore, Callable[[int], Searcher], Timeline]:
-  """Weight store, what makes searcher i with an engine and the reference (version 0) on its devices, and the timeline
-  they write to (in memory without a folder). `first_index`: of the searcher on the first devices."""
+    span: Callable[..., Any], *, first_index: int = 0,
+) -> tuple[WeightStore, Callable[[int], Searcher]]:
+  """Weight store, and what makes searcher i with an engine and the reference (version 0) on its devices.
+
+  Args:
+    span: `with span(actor, kind)` around each stretch of a searcher's work.
+    first_index: of the searcher on the first devices.
+  """
   sample, train, lora = config.sample, config.train, lora_settings(config)
-  dtype, timeline = jnp.dtype(sample.dtype), Timeline(folder)
+  dtype = jnp.dtype(sample.dtype)
   places = [place_searcher(cfg, devices) for devices in device_lists]
   # A frozen base is never donated: in the right dtype, on the right device, it is the reference.
   reference = params if lora is not None and dtype == param_dtype(config) else cast(params, dtype=dtype)
@@ -258,9 +261,9 @@ def build_searchers(
         reward=make_reward(task, place.device_or_mesh, for_eval=False),
         eval_reward=make_reward(task, place.device_or_mesh, for_eval=True), response_text=task.response_text,
         settings=settings, temperature=float(ladder[index % len(ladder)]),
-        span=functools.partial(timeline.span, f"searcher{index}"))
+        span=functools.partial(span, f"searcher{index}"))
 
-  return weights, make_searcher, timeline
+  return weights, make_searcher
 
 
 def make_scorer(config: ConfigDict, cfg: ModelConfig, mesh: Mesh | None) -> Callable[..., jax.Array]:

@@ -22,7 +22,7 @@ from tba_jax.models.variants import ModelConfig
 from tba_jax.runtime.parcels import pack, unpack
 from tba_jax.runtime.reference import Reference
 from tba_jax.runtime.remote import (Connection, Fetch, Put, RemoteSearcher, SearcherHost, SentWeights, SharedReference,
-                                    SharedWeightStore)
+                                    SharedWeightStore, Spans)
 from tba_jax.searcher import Searcher, cast
 from tba_jax.tasks.base import Task
 from tba_jax.types import Prompt
@@ -58,12 +58,13 @@ def make_host(spec: HostSpec, reference: SentWeights, fetch: Fetch) -> SearcherH
   place = build.place_searcher(cfg, devices)
   place_reference = functools.partial(jax.device_put, device=place.reference, may_alias=False)
   params = place_reference(unpack(reference.parcel, fetch(reference.parcel.chunks)))
-  weights, make_searcher, timeline = build.build_searchers(
-      config, cfg, task, params, [devices], None, first_index=spec.index)
+  spans = Spans()
+  weights, make_searcher = build.build_searchers(
+      config, cfg, task, params, [devices], spans.span, first_index=spec.index)
   searcher: Searcher = make_searcher(spec.index)
   searcher.set_reference(params, reference.version)
   return SearcherHost(searcher, slots=config.sample.slots, weights=weights, place_reference=place_reference,
-                      timeline=timeline, fetch=fetch)
+                      spans=spans, fetch=fetch)
 
 
 def checksum_of_prompts(task: Task) -> int:
@@ -80,9 +81,9 @@ def _bytes_of(prompt: Prompt) -> bytes:
 
 
 def build_remote_searchers(
-    config: ConfigDict, cfg: ModelConfig, task: Task, params: Any, folder: pathlib.Path, *, put: Put,
+    config: ConfigDict, cfg: ModelConfig, task: Task, params: Any, folder: pathlib.Path, timeline: Timeline, *, put: Put,
     connect: Callable[[HostSpec], Connection],
-) -> tuple[WeightStore, Callable[[int], RemoteSearcher], Timeline]:
+) -> tuple[WeightStore, Callable[[int], RemoteSearcher]]:
   """As `build.build_searchers`, for searchers that `connect` reaches.
 
   Args:
@@ -90,7 +91,7 @@ def build_remote_searchers(
     folder: the run's.
     put: stores a chunk where hosts can fetch it.
   """
-  timeline, lora = Timeline(folder), build.lora_settings(config)
+  lora = build.lora_settings(config)
   reference = params if lora is not None else cast(params, dtype=jnp.dtype(config.sample.dtype))
   sent = SentWeights(0, pack(jax.device_get(reference), put))
   del reference
@@ -109,7 +110,7 @@ def build_remote_searchers(
         index, connections[index], slots=config.sample.slots, num_samples=config.sample.responses_per_prompt,
         reference=sent, in_turn=config.runtime.mode != "async", timeline=timeline, say=say)
 
-  return weights, make_searcher, timeline
+  return weights, make_searcher
 
 
 def build_remote_reference(

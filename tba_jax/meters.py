@@ -75,17 +75,10 @@ class Timeline:
     """The timeline's clock."""
     return self._clock()
 
-  def take(self) -> list[Span]:
-    """The spans that have ended since the last call; they are forgotten here."""
+  def add(self, actor: str, kind: str, start_secs: float, end_secs: float) -> None:
+    """Records a span that was measured elsewhere, on this timeline's clock."""
     with self._lock:
-      spans, self._spans = self._spans, []
-      return spans
-
-  def add(self, spans: Sequence[Span]) -> None:
-    """Records spans that were measured elsewhere, on this timeline's clock."""
-    with self._lock:
-      for span in spans:
-        self._keep(span, {})
+      self._keep(Span(actor, kind, start_secs, end_secs), {})
 
   def end_open(self, actor: str) -> None:
     """Ends the actor's open spans now: it was given up, and may never leave them."""

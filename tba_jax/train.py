@@ -25,7 +25,7 @@ from tba_jax import config as config_lib
 from tba_jax.alarms import Alarms
 from tba_jax.checkpoints.run_state import RunState
 from tba_jax.deadlines import Heartbeat, Watchdog
-from tba_jax.meters import Profile, WaitMeter
+from tba_jax.meters import Profile, Timeline, WaitMeter
 from tba_jax.runtime.local import run_async
 from tba_jax.runtime.lockstep import run_lockstep
 from tba_jax.runtime.order import OrderLog, run_replay
@@ -86,17 +86,18 @@ def _run(config: ConfigDict, folder: pathlib.Path, stop: StopFlag, stack: contex
   eval_prompts = task.eval_prompts()[: config.eval.size or None]
 
   # --- Searchers: reference, engines ---
+  timeline = Timeline(folder)
+  stack.callback(timeline.close)
   if cluster is None:
-    weights, make_searcher, timeline = build.build_searchers(config, cfg, task, params, searcher_devices, folder)
+    weights, make_searcher = build.build_searchers(config, cfg, task, params, searcher_devices, timeline.span)
     reference = build.build_reference(config, cfg, params, mesh, searcher_devices)
   else:
     put, connect = cluster
-    weights, make_searcher, timeline = build_remote.build_remote_searchers(
-        config, cfg, task, params, folder, put=put, connect=connect)
+    weights, make_searcher = build_remote.build_remote_searchers(
+        config, cfg, task, params, folder, timeline, put=put, connect=connect)
     reference = build_remote.build_remote_reference(
         config, cfg, params, mesh, put=put, num_searchers=counts.searchers)
   searchers = [make_searcher(index) for index in range(counts.searchers)]
-  stack.callback(timeline.close)
 
   # --- Trainer, buffer, books ---
   trainer = build.build_trainer(config, cfg, params, mesh, folder)

@@ -79,14 +79,14 @@ def test_lockstep_on_ray_is_the_local_run_bit_for_bit(tmp_path):
 
 
 def test_a_searcher_that_is_killed_is_noticed_and_replaced(tmp_path):
-  run = Process(tmp_path / "run", "--config.runtime.backend=ray", "--config.train.steps=2000",
-                "--config.sync.max_lead_steps=2", "--config.runtime.searcher_restarts=2")
-  run.wait_for(lambda: run.step() > 20 and "searcher 1 is ready" in run.log())
+  run = Process(tmp_path / "run", "--config.runtime.backend=ray", "--config.train.steps=400",
+                "--config.buffer.max_uses=1", "--config.runtime.searcher_restarts=2")
+  run.wait_for(lambda: run.step() > 5 and "searcher 1 is ready" in run.log())
   os.kill(_actors()[-1], signal.SIGKILL)
   assert run.wait_for(lambda: "raised HostDied" in run.log()) < 10.0
   assert run.end() == 0, run.log()
   found = runs.results(tmp_path / "run")
-  assert (found["searcher_restarts"], found["steps"]) == (1, 2000)
+  assert (found["searcher_restarts"], found["steps"]) == (1, 400)
 
 
 def test_a_node_joins_and_leaves_while_the_run_goes_on(tmp_path):
@@ -95,8 +95,8 @@ def test_a_node_joins_and_leaves_while_the_run_goes_on(tmp_path):
   cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
   try:
     run = Process(tmp_path / "run", "--config.runtime.backend=ray", f"--config.runtime.ray_address={cluster.address}",
-                  "--config.train.steps=4000", "--config.sync.max_lead_steps=2")
-    run.wait_for(lambda: run.step() > 10)
+                  "--config.train.steps=4000", "--config.buffer.max_uses=1")
+    run.wait_for(lambda: run.step() > 5)
     assert "searcher 1 is ready" not in run.log()
     node = cluster.add_node(num_cpus=1)
     run.wait_for(lambda: "searcher 1 is ready" in run.log())
@@ -105,7 +105,7 @@ def test_a_node_joins_and_leaves_while_the_run_goes_on(tmp_path):
     cluster.remove_node(node)
     run.wait_for(lambda: "searcher 1 raised HostDied" in run.log())
     step = run.step()
-    run.wait_for(lambda: run.step() > step + 50)
+    run.wait_for(lambda: run.step() > step + 20)
     run._process.send_signal(signal.SIGTERM)
     assert run.end() == 0, run.log()
     assert "the same command resumes from" in run.log()

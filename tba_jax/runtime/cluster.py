@@ -77,6 +77,8 @@ def joined(address: str, *, platform: str, trainer_devices: int) -> Iterator[Non
   import ray
 
   own_cluster = {} if address else {"include_dashboard": False}
+  if not address:
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would starve searchers that share the trainer's cores
   package = str(pathlib.Path(__file__).resolve().parent.parent)
   try:
     # What searchers have to say comes back in calls. This package is sent along, so that all run the same one.

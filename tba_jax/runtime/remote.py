@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from tba_jax.deadlines import Heartbeat
-from tba_jax.meters import Span, Timeline
+from tba_jax.meters import Timeline
 from tba_jax.runtime.parcels import Parcel, pack, unpack
 from tba_jax.runtime.reference import Reference
 from tba_jax.sampling.engine import SampledGroup, SampleRequest
@@ -33,6 +33,34 @@ _SAY_SECS = 60.0
 
 Put = Callable[[np.ndarray], Any]
 Fetch = Callable[[Sequence[Any]], Sequence[np.ndarray]]
+
+
+class Span(NamedTuple):
+  """A stretch of time in which an actor did one kind of thing; seconds on the clock of whoever measured it."""
+
+  actor: str
+  kind: str
+  start_secs: float
+  end_secs: float
+
+
+class Spans:
+  """What a host's searcher has done since it was asked last. Of one thread."""
+
+  def __init__(self):
+    self._ended: list[Span] = []
+
+  @contextlib.contextmanager
+  def span(self, actor: str, kind: str) -> Iterator[None]:
+    start = time.monotonic()
+    try:
+      yield
+    finally:
+      self._ended.append(Span(actor, kind, start, time.monotonic()))
+
+  def take(self) -> tuple[Span, ...]:
+    ended, self._ended = tuple(self._ended), []
+    return ended
 
 
 class SentWeights(NamedTuple):
@@ -75,13 +103,13 @@ class SearcherHost:
   Args:
     weights: what moves a tree to this searcher's devices; of one searcher, number 0.
     place_reference: the same for the reference, stacked.
-    timeline: that the searcher writes to.
+    spans: that the searcher writes to.
     fetch: the chunks of a parcel.
   """
 
   def __init__(self, searcher: Searcher, *, slots: int, weights: WeightStore, place_reference: Callable[[Any], Any],
-               timeline: Timeline, fetch: Fetch):
-    self._searcher, self._slots, self._weights, self._timeline = searcher, slots, weights, timeline
+               spans: Spans, fetch: Fetch):
+    self._searcher, self._slots, self._weights, self._spans = searcher, slots, weights, spans
     self._place_reference, self._fetch = place_reference, fetch
     self._puller = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
     self._pulling: concurrent.futures.Future | None = None
@@ -150,7 +178,7 @@ class SearcherHost:
     return Report(
         finished=tuple(finished), counts=dataclasses.replace(searcher.counts), version=searcher.version,
         num_groups=engine.num_groups, load=engine.num_running + engine.num_queued, num_compiled=searcher.num_compiled,
-        spans=tuple(self._timeline.take()), now_secs=self._timeline.now_secs())
+        spans=self._spans.take(), now_secs=time.monotonic())
 
   def _open(self, parcel: Parcel) -> Any:
     return unpack(parcel, self._fetch(parcel.chunks))
@@ -342,8 +370,8 @@ class RemoteSearcher:
     self._sent_weights, self._sent_reference = weights, reference
     self.heartbeat.beat("after a turn of its host")
     late = self._timeline.now_secs() - self._report.now_secs  # the two clocks' difference, and the way back
-    self._timeline.add([span._replace(start_secs=span.start_secs + late, end_secs=span.end_secs + late)
-                        for span in self._report.spans])
+    for span in self._report.spans:
+      self._timeline.add(span.actor, span.kind, span.start_secs + late, span.end_secs + late)
     return self._report
 
   def abandon(self) -> None:
