@@ -81,8 +81,8 @@ def _bytes_of(prompt: Prompt) -> bytes:
 
 
 def build_remote_searchers(
-    config: ConfigDict, cfg: ModelConfig, task: Task, params: Any, folder: pathlib.Path, timeline: Timeline, *, put: Put,
-    connect: Callable[[HostSpec], Connection],
+    config: ConfigDict, cfg: ModelConfig, task: Task, params: Any, folder: pathlib.Path, timeline: Timeline, *,
+    put: Put, connect: Callable[[HostSpec], Connection],
 ) -> tuple[WeightStore, Callable[[int], RemoteSearcher]]:
   """As `build.build_searchers`, for searchers that `connect` reaches.
 

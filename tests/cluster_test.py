@@ -1,5 +1,5 @@
-"""Runs on a real Ray cluster, of processes on this machine: the same bits as the local runtime, a searcher's process that
-is killed, a node that joins and leaves."""
+"""Runs on a real Ray cluster, of processes on this machine: the same bits as the local runtime, a searcher's process
+that is killed, a node that joins and leaves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ pytestmark = pytest.mark.slow
 ray = pytest.importorskip("ray", reason="needs Ray: pip install -r requirements-cluster.txt")
 
 REPO = pathlib.Path(__file__).resolve().parent.parent
-SMALL = ("--config.sft.steps=0", "--config.sample.truncated=score", "--config.eval.size=8", "--config.devices.trainer=1")
+SMALL = ("--config.sft.steps=0", "--config.sample.truncated=score", "--config.eval.size=8",
+         "--config.devices.trainer=1")
 
 
 class Process:
@@ -27,8 +28,9 @@ class Process:
 
   def __init__(self, workdir, *flags):
     self.workdir, self._log = workdir, workdir.with_suffix(".log")
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "",
-           "JAX_COMPILATION_CACHE_DIR": str(workdir.parent / "xla"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(workdir.parent / "xla"),
+             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", **cache}
     command = [sys.executable, "-m", "tba_jax.main", "--config=configs/quickstart.py:smoke", f"--workdir={workdir}",
                *SMALL, *flags]
     self._process = subprocess.Popen(command, cwd=REPO, env=env, stderr=self._log.open("w"), stdout=subprocess.DEVNULL)

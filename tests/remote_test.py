@@ -1,5 +1,5 @@
-"""Searchers behind a connection: the results of searchers in the trainer's process, and what happens when one dies. Here
-the hosts are in this process, and everything that would travel is copied byte by byte."""
+"""Searchers behind a connection: the results of searchers in the trainer's process, and what happens when one dies.
+Here the hosts are in this process, and everything that would travel is copied byte by byte."""
 
 from __future__ import annotations
 
