@@ -22,7 +22,7 @@ from tba_jax.meters import Timeline
 from tba_jax.runtime.parcels import Parcel, pack, unpack
 from tba_jax.runtime.reference import Reference
 from tba_jax.sampling.engine import SampledGroup, SampleRequest
-from tba_jax.searcher import LogprobGap, Searcher, SearcherCounts
+from tba_jax.searcher import Searcher, SearcherCounts
 from tba_jax.tasks.base import Responses
 from tba_jax.types import Occurrence, Prompt, RolloutGroup
 from tba_jax.weights import Weights, WeightStore
@@ -145,8 +145,8 @@ class SearcherHost:
       searcher.give(self._newest())
     return self._report(finished)
 
-  def logprob_gap(self, group: RolloutGroup) -> LogprobGap | None:
-    return self._searcher.logprob_gap(group)
+  def log_pi(self, group: RolloutGroup) -> np.ndarray | None:
+    return self._searcher.log_pi(group)
 
   def grade(self, prompt: Prompt, responses: Responses) -> np.ndarray:
     """The reward of evaluations."""
@@ -378,8 +378,8 @@ class RemoteSearcher:
     """Drops what is under way, the host with its next turn."""
     self._abandon, self._occurrences = True, []
 
-  def logprob_gap(self, group: RolloutGroup) -> LogprobGap | None:
-    return self._call("logprob_gap", group)
+  def log_pi(self, group: RolloutGroup) -> np.ndarray | None:
+    return self._call("log_pi", group)
 
   def eval_reward(self, prompt: Prompt, responses: Responses) -> np.ndarray:
     return self._call("grade", prompt, responses)
