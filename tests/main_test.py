@@ -29,7 +29,8 @@ app.run(main.main, flags_parser=main.parse_flags)
 
 
 def _run(*arguments, program=("-m", "tba_jax.main"), **environment):
-  variables = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", **environment}
+  own = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+  variables = {**own, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", **environment}
   return subprocess.run([sys.executable, *program, *arguments], cwd=REPO, env=variables, capture_output=True, text=True,
                         timeout=120)
 
