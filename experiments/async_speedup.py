@@ -1,7 +1,7 @@
 """What asynchrony buys: the same training asynchronous, alternating on the same split of devices, and alternating on
 all of them.
 
-    python -m experiments.async_speedup --out runs/async_speedup
+    python experiments/async_speedup.py --out runs/async_speedup
 
 Arms, on the quickstart's task and model, from the same fine-tuned version 0:
   async          searchers and trainer at once, on disjoint devices
@@ -25,6 +25,8 @@ import shutil
 import subprocess
 import sys
 import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # so that it runs as a file, too
 
 SPEED, SIMULATED = ("async", "disaggregated", "colocated"), ("sampling1", "sampling2", "sampling4")
 WARM_STEPS = 3  # first steps that no time counts: the initial fill

@@ -1,6 +1,6 @@
 """How long the replay buffer takes to draw a batch and take in what replaces it, by how full it is.
 
-    python -m experiments.bench_buffer --out experiments/results/bench_buffer.json
+    python experiments/bench_buffer.py --out experiments/results/bench_buffer.json
 
 At each fill a step is one draw of 7 prompts x 20 responses and 7 added groups of 24 samples (the paper's GSM8K sizes):
 the calls that a training step waits for. The fill stays as it is while steps are timed: each added row pushes one out,
@@ -17,12 +17,15 @@ import os
 import pathlib
 import platform
 import resource
+import sys
 import time
 
 import numpy as np
 
-from tba_jax.replay.buffer import ReplayBuffer
-from tba_jax.types import RolloutGroup
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # so that it runs as a file, too
+
+from tba_jax.replay.buffer import ReplayBuffer  # noqa: E402
+from tba_jax.types import RolloutGroup  # noqa: E402
 
 NUM_PROMPTS, RESPONSES_PER_PROMPT, NUM_SAMPLES = 7, 20, 24
 PROMPT_TOKENS, ROWS_PER_PROMPT = 128, 100

@@ -1,7 +1,7 @@
 """What publishing weights and saving a checkpoint cost the trainer, at the size of a 135M-parameter model with a 2 GB
 replay buffer.
 
-    python -m experiments.checkpoint_stall --out experiments/results/checkpoint_stall.json
+    python experiments/checkpoint_stall.py --out experiments/results/checkpoint_stall.json
 
 Shapes are those of SmolLM2-135M, parameters random, AdamW's state as it would be; trainer and searcher are two (on CPU:
 virtual) devices. Reported are the seconds for which the trainer's thread is held by `WeightStore.publish` and by taking
@@ -16,8 +16,11 @@ import argparse
 import json
 import os
 import pathlib
+import sys
 import tempfile
 import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # so that it runs as a file, too
 
 STEP_ROWS, STEP_TOKENS = 140, 256  # responses of a step and their length: the paper's 7 x 20, a short answer
 MICRO_ROWS = 2

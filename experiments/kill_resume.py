@@ -1,7 +1,7 @@
 """Kills a lockstep run at random moments, again and again, and compares what comes out with the run that nobody
 touched.
 
-    python -m experiments.kill_resume --kills 30 --out experiments/results/kill_resume.json
+    python experiments/kill_resume.py --kills 30 --out experiments/results/kill_resume.json
 
 A life of the run is a real process; it is sent SIGKILL after a random time, from its first import to its last
 checkpoint, and the same command goes on. When a run ends before the kills are used up, it is compared and the next one
@@ -23,6 +23,8 @@ import tempfile
 import time
 
 import numpy as np
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # so that it runs as a file, too
 
 REPO = pathlib.Path(__file__).resolve().parent.parent
 # Of a name: what it holds depends on the clock.

@@ -1,7 +1,7 @@
 """Does a long asynchronous run leak? Resident memory, threads and compiled programs of a quickstart-like run, minute by
 minute.
 
-    python -m experiments.soak --minutes 30 --out experiments/results/soak.json
+    python experiments/soak.py --minutes 30 --out experiments/results/soak.json
 
 The run is a process like any other, trained until the time is over and then stopped by SIGTERM, which must end it with
 code 0. Memory counts from the warm-up on, when the buffer is full and every program has been used: it may grow by less

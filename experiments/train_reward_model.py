@@ -1,6 +1,6 @@
 """Trains a reward model for TL;DR from pairs of summaries.
 
-    python -m experiments.train_reward_model --out=DIR [--data=DIR] [--model=PATH]
+    python experiments/train_reward_model.py --out=DIR [--data=DIR] [--model=PATH]
 
 Bradley-Terry: -log sigmoid(score of the better - score of the worse), Adam. The scores
 are read at the stop token that ends a summary. The model is written as a folder that transformers and
@@ -31,15 +31,17 @@ import numpy as np
 import optax
 from safetensors.numpy import load_file, save_file
 
-from tba_jax.checkpoints.huggingface import load_model, save_model
-from tba_jax.models.heads import scalar_scores
-from tba_jax.models.variants import ModelConfig, new_model_config
-from tba_jax.tasks import tldr
-from tba_jax.tasks.base import primary_stop_id
-from tba_jax.tasks.characters import make_character_tokenizer
-from tba_jax.tasks.jsonl import read_jsonl
-from tba_jax.tasks.reward_model import new_reward_params
-from tba_jax.tokenizer import Tokenizer
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # so that it runs as a file, too
+
+from tba_jax.checkpoints.huggingface import load_model, save_model  # noqa: E402
+from tba_jax.models.heads import scalar_scores  # noqa: E402
+from tba_jax.models.variants import ModelConfig, new_model_config  # noqa: E402
+from tba_jax.tasks import tldr  # noqa: E402
+from tba_jax.tasks.base import primary_stop_id  # noqa: E402
+from tba_jax.tasks.characters import make_character_tokenizer  # noqa: E402
+from tba_jax.tasks.jsonl import read_jsonl  # noqa: E402
+from tba_jax.tasks.reward_model import new_reward_params  # noqa: E402
+from tba_jax.tokenizer import Tokenizer  # noqa: E402
 
 SMALL = dict(
   hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, mlp_size=192, max_positions=1024,
@@ -200,7 +202,7 @@ def run(
 
 def main(argv: Sequence[str] | None = None) -> None:
   """The command line; bad input ends with one line on stderr and exit code 2."""
-  parser = argparse.ArgumentParser(prog="python -m experiments.train_reward_model", description=__doc__.splitlines()[0])
+  parser = argparse.ArgumentParser(prog="python experiments/train_reward_model.py", description=__doc__.splitlines()[0])
   parser.add_argument("--out", required=True, type=pathlib.Path, help="model folder to write")
   parser.add_argument("--data", default="", help="folder with train.jsonl, and test.jsonl if there is one")
   parser.add_argument("--model", default="", help="decoder to start from; default: a new small one")

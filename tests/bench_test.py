@@ -167,3 +167,13 @@ def test_reason_for_growth_is_the_line_that_made_the_steps():
   text = growth.reason(model, secs, floors={1: 5e-4, 64: 6e-3})
   assert "with 1 slot a step takes 1.00 ms whatever the length (weight products alone 0.50 ms)" in text
   assert "with 64 slots a step takes 8.00 ms" in text and text.count("0.20 us for each cached token, 41.0 GB/s") == 2
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (REPO / "experiments").glob("[!_]*.py")))
+def test_every_script_runs_as_a_file(name, tmp_path):
+  environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+  done = subprocess.run(
+    [sys.executable, str(REPO / "experiments" / f"{name}.py"), "--help"], cwd=tmp_path, env=environment,
+    capture_output=True, text=True, check=False,
+  )
+  assert done.returncode == 0 and done.stdout.startswith("usage: "), done.stderr
