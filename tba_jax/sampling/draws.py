@@ -34,6 +34,14 @@ def filter_logits(scaled: jax.Array, filters: Filters) -> jax.Array:
   return jnp.where(scaled >= least, scaled, -jnp.inf)
 
 
+def _first_of_largest(scores: jax.Array) -> jax.Array:
+  """`jnp.argmax` over the last axis, int32. That is one reduction over pairs, which XLA:CPU does not vectorise, and with
+  it all that the scores are made of: 16 ms for 16 rows of 49,152 scores and their noise, where this takes 5."""
+  indices = jax.lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
+  largest = jnp.max(scores, axis=-1, keepdims=True)
+  return jnp.min(jnp.where(scores == largest, indices, scores.shape[-1] - 1), axis=-1)
+
+
 def sample_tokens(
   logits: jax.Array,
   keys: jax.Array,
@@ -74,6 +82,6 @@ def sample_tokens(
 
     scaled, log_p = jax.lax.cond(jnp.any(cut), apply, lambda *arrays: arrays, scaled, log_p)
   scores = scaled + jax.vmap(noise)(keys, indices)
-  tokens = jnp.argmax(jnp.where(greedy[:, None], logits, scores), axis=-1).astype(jnp.int32)
+  tokens = _first_of_largest(jnp.where(greedy[:, None], logits, scores))
   chosen = jnp.take_along_axis(log_p, tokens[:, None], axis=-1)[:, 0]
   return tokens, chosen - jax.nn.logsumexp(log_p, axis=-1)
