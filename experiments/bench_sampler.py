@@ -170,7 +170,7 @@ def equal_lengths(bench: Bench, case: str) -> None:
   compile_secs = {}
   ours, compile_secs["ours"] = bench.engine_arm("ours", case, work, dict(
     slots=count, max_prompt_tokens=prompt_tokens, max_new_tokens=new, chunk_tokens=32, prompt_buckets=(prompt_tokens,),
-    prefill_batches=(count,), kv_buckets=(*range(prompt_tokens + 32, prompt_tokens + new, 32), prompt_tokens + new),
+    prefill_batches=(count,), kv_buckets=(*range(prompt_tokens, prompt_tokens + new, 32), prompt_tokens + new),
   ))
   arms = [ours]
   if "tunix" in bench.workers:

@@ -83,16 +83,22 @@ def test_an_int8_cache_is_within_half_a_step_and_keeps_zeros():
 def decode_with_prefix(
   cfg: ModelConfig, params: transformer.Params, prompts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray, dtype: str
 ) -> np.ndarray:
-  """Logits [rows, steps, V] of continuations `tokens` [lanes * per lane, steps] of one prompt a lane."""
+  """Logits [rows, steps, V] of continuations `tokens` [lanes * per lane, steps] of one prompt a lane. Three tokens on,
+  what is cached of them is read only, and a cache of its own takes the rest, in which all rows are at one entry."""
   decode_params = transformer.unstack(params)
   step = jax.jit(functools.partial(transformer.decode_step, cfg=cfg, dtype=jnp.float32))
-  _, prefix = transformer.prefill(decode_params, cfg, prompts, lengths, dtype=jnp.float32, cache_dtype=dtype)
+  _, prefix = jax.jit(functools.partial(transformer.prefill, cfg=cfg, dtype=jnp.float32, cache_dtype=dtype))(
+    decode_params, tokens=prompts, lengths=lengths)
   cache = transformer.init_cache(cfg, batch=len(tokens), length=tokens.shape[1], dtype=dtype)
-  starts = np.repeat(lengths, len(tokens) // len(lengths))
+  before, starts = [transformer.Before(prefix, lengths)], np.repeat(lengths, len(tokens) // len(lengths))
   found = []
   for i in range(tokens.shape[1]):
+    if i == 3:
+      before.append(transformer.Before(cache, np.full(len(tokens), i, np.int32)))
+      cache = cache_lib.empty_like(cache, tokens.shape[1] - i)
     logits, cache = step(
-      decode_params, tokens=tokens[:, i], positions=starts + i, cache=cache, prefix=prefix, prefix_lengths=lengths)
+      decode_params, tokens=tokens[:, i], positions=starts + i, cache=cache, before=before,
+      entry=None if i < 3 else jnp.int32(i - 3))
     found.append(np.asarray(logits))
   return np.stack(found, axis=1)
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import tiny
+from tba_jax import sharding
+from tba_jax.models import transformer
 from tba_jax.sampling import decode, draws
 from tba_jax.sampling.engine import sample_keys
 
@@ -142,3 +146,24 @@ def test_kv_heads_are_split_over_tensor_where_it_divides_them_and_whole_elsewher
   assert split.cache.spec == PartitionSpec(("data", "fsdp"), "tensor")
   whole = decode.slot_shardings(Mesh(devices.reshape(2, 4), ("data", "tensor")), cfg)
   assert whole.cache.spec == PartitionSpec(("data",), None) and whole.num_row_shards == 2
+
+
+@pytest.mark.parametrize("lane_samples", [1, 2])
+@pytest.mark.parametrize("on_mesh", [False, True])
+def test_a_chunk_neither_copies_nor_moves_the_cache(on_mesh, lane_samples):
+  cfg, slots, length = tiny.tiny_config(), 8, 1024
+  mesh = sharding.make_mesh(jax.devices()[:4], data=2, fsdp=1, tensor=2) if on_mesh else None
+  shardings = decode.slot_shardings(mesh, cfg) if on_mesh else None
+  one = SingleDeviceSharding(jax.devices()[0])
+  init, cache_bytes = decode.make_init_state(
+    cfg, *(shardings or (one, one)), slots=slots, cache_tokens=length, cache_dtype=jnp.dtype(jnp.float32),
+    lane_samples=lane_samples, prefix_tokens=16)
+  params = jax.device_put(
+    transformer.unstack(tiny.tiny_params(cfg, 0)), NamedSharding(mesh, PartitionSpec()) if on_mesh else one)
+  compiled = decode.decode_chunk.lower(
+    params, init(), cfg=cfg, num_tokens=4, kv_length=length, prefix_length=16, stop_ids=(), log_mu_temperature=1.0,
+    filtering=False, dtype=jnp.float32, attention="xla", shardings=shardings).compile()
+  memory = compiled.memory_analysis()
+  assert memory.alias_size_in_bytes >= cache_bytes and memory.temp_size_in_bytes < cache_bytes / cfg.num_layers
+  for line in compiled.as_text().splitlines():
+    assert not re.search(r"\[[\d,]*,1024,8\]\S* (all-gather|all-to-all|collective-permute|copy)\(", line), line

@@ -59,8 +59,10 @@ def test_a_cache_is_cut_only_where_that_moves_less_memory_than_reading_all_of_it
   sizes = dict(slots=4, max_prompt_tokens=256, max_new_tokens=256, recompute_kv=False)
   reads = lambda shapes, need: shapes.reads(
     prefix_tokens=need if shapes.lane_samples > 1 else 0, slot_tokens=need)
-  copies = make_shapes(lane_samples=1, chunk_tokens=4, kv_buckets=(128, 256, 300, 512), **sizes)
-  # 128 entries are copied out and back, read and written: 512, against 4 tokens that would read 384 more each.
-  assert [reads(copies, need) for need in (1, 128, 129, 257)] == [(0, 128), (0, 128), (0, 512), (0, 512)]
-  lanes = make_shapes(lane_samples=2, chunk_tokens=3, kv_buckets=(64, 128, 256), **sizes)
-  assert [reads(lanes, need) for need in (64, 65, 128, 129)] == [(128, 64), (128, 256), (128, 256), (256, 256)]
+  copies = make_shapes(lane_samples=1, chunk_tokens=16, kv_buckets=(128, 256, 300, 512), **sizes)
+  # 300 entries are cut out, each as dear as 8 readings: 2,400, against 16 tokens that would read 212 more each.
+  assert [reads(copies, need) for need in (0, 128, 129, 257, 301)] == [(0, 128), (0, 128), (0, 256), (0, 300), (0, 512)]
+  few = make_shapes(lane_samples=1, chunk_tokens=4, kv_buckets=(128, 256, 512), **sizes)
+  assert [reads(few, need) for need in (128, 129)] == [(0, 128), (0, 512)]
+  lanes = make_shapes(lane_samples=2, chunk_tokens=12, kv_buckets=(64, 128, 256), **sizes)
+  assert [reads(lanes, need) for need in (64, 65, 128, 129)] == [(128, 64), (128, 128), (128, 128), (256, 256)]

@@ -82,7 +82,7 @@ def test_greedy_decoding_equals_transformers_and_the_uncached_forward(case):
   prompts = rng.integers(0, VOCAB_SIZE, (2, 20)).astype(np.int32)
   decode_params = transformer.unstack(params)
   step = jax.jit(
-    functools.partial(transformer.decode_step, cfg=cfg, dtype=jnp.float32, kv_length=32), donate_argnames="cache"
+    functools.partial(transformer.decode_step, cfg=cfg, dtype=jnp.float32), donate_argnames="cache"
   )
   cache = transformer.init_cache(cfg, batch=2, length=num_slots, dtype=jnp.float32)
   logits, read = jax.jit(functools.partial(transformer.prefill, cfg=cfg, dtype=jnp.float32))(
@@ -167,16 +167,6 @@ def test_rows_decode_independently():
   assert (results[0][1] != results[1][1]).any()
 
 
-def test_a_shorter_read_of_the_cache_gives_the_same_logits():
-  _, cfg, params = both("llama")
-  prompts = np.random.default_rng(5).integers(0, VOCAB_SIZE, (2, 10)).astype(np.int32)
-  _, cache = _filled_cache(cfg, params, prompts, [10, 4], 64)
-  step = functools.partial(
-    transformer.decode_step, transformer.unstack(params), cfg, jnp.asarray([1, 2]), jnp.asarray([10, 4]), cache
-  )
-  np.testing.assert_allclose(step(dtype=jnp.float32, kv_length=11)[0], step(dtype=jnp.float32)[0], rtol=0, atol=1e-5)
-
-
 def test_a_donated_cache_is_updated_in_place():
   _, cfg, params = both("llama")
   cache = transformer.init_cache(cfg, batch=2, length=4096, dtype=jnp.float32)
@@ -184,7 +174,7 @@ def test_a_donated_cache_is_updated_in_place():
   def chunk(params, cache, tokens, positions):
     def body(carry, _):
       cache, tokens, positions = carry
-      logits, cache = transformer.decode_step(params, cfg, tokens, positions, cache, dtype=jnp.float32, kv_length=32)
+      logits, cache = transformer.decode_step(params, cfg, tokens, positions, cache, dtype=jnp.float32)
       return (cache, jnp.argmax(logits, -1).astype(jnp.int32), positions + 1), None
 
     return jax.lax.scan(body, (cache, tokens, positions), None, length=4)[0][0]

@@ -87,6 +87,32 @@ def write_tokens(layer: LayerCache, new: LayerCache, entries: jax.Array) -> Laye
   return jax.tree.map(write, layer, new)
 
 
+def write_entry(layer: LayerCache, new: LayerCache, entry: jax.Array) -> LayerCache:
+  """The one entry of each row of `new` at the same entry of all rows: one block, where `write_tokens` must go row by
+  row."""
+
+  def write(old: jax.Array, x: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(old, x, entry, axis=2)
+
+  return jax.tree.map(write, layer, new)
+
+
+def append(cache: Cache, new: Cache, lengths: jax.Array) -> Cache:
+  """`new`, of as many rows, behind the first `lengths` int32 [B] entries of each row. A row in which it does not fit
+  gets it shifted to where it does, and is then no good."""
+  assert num_entries(new) <= num_entries(cache), (num_entries(new), num_entries(cache))
+
+  def write(old: jax.Array, x: jax.Array) -> jax.Array:
+    return jax.vmap(lambda row, y, length: jax.lax.dynamic_update_slice_in_dim(row, y, length, axis=1))(old, x, lengths)
+
+  return jax.tree.map(write, cache, new)
+
+
+def empty_like(cache: Cache, length: int) -> Cache:
+  """Another cache of as many rows, with `length` entries and no content."""
+  return jax.tree.map(lambda leaf: jnp.zeros((*leaf.shape[:2], length, *leaf.shape[3:]), leaf.dtype), cache)
+
+
 def first_entries(cache: Cache, length: int) -> Cache:
   """The first `length` entries of every row."""
   return jax.tree.map(lambda leaf: leaf[:, :, :length], cache)

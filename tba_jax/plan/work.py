@@ -123,9 +123,9 @@ def decode_work(
   """One token in each of `slots` slots on each of `devices` tensor-parallel devices.
 
   All weights but the embedding table are read, and the first `kv_length` entries of every slot's cache; where that is
-  less than `cache_length` they are cut out before a chunk and put back after it. Lanes of `lane_samples` slots read
-  their prompt's `prefix_length` entries once for all. Sampling goes over the logits 6 times. An element of the cache
-  has `cache_bytes`.
+  less than `cache_length` they are cut out before a chunk. Lanes of `lane_samples` slots read their prompt's
+  `prefix_length` entries once for all. Sampling goes over the logits 6 times. An element of the cache has
+  `cache_bytes`.
   """
   flops = forward_flops(cfg, tokens=slots, context=kv_length + prefix_length, head_tokens=slots) / devices
   head = cfg.hidden_size * cfg.num_embeddings
@@ -133,7 +133,7 @@ def decode_work(
   kv_devices = math.gcd(devices, cfg.num_kv_heads) if cfg.num_kv_heads % devices == 0 else 1
   entry = 2 * cfg.num_kv_heads * cfg.head_dim * cfg.num_layers * cache_bytes / kv_devices
   own, shared = slots * kv_length * entry, slots / lane_samples * prefix_length * entry
-  copies = 0.0 if kv_length >= cache_length else 4 * own / chunk_tokens
+  copies = 0.0 if kv_length >= cache_length else 2 * own / chunk_tokens
   logits = 6 * slots * cfg.num_embeddings * 4 / devices
   return Work(flops, weights + own + shared + copies + logits)
 

@@ -25,6 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from tba_jax.models import cache as cache_lib
 from tba_jax.models import transformer
 from tba_jax.models.cache import Cache
+from tba_jax.models.transformer import Before
 from tba_jax.models.variants import ModelConfig
 from tba_jax.sampling.draws import Filters, sample_tokens
 
@@ -286,28 +287,39 @@ def decode_chunk(
   """Decodes up to `num_tokens` tokens in every live row, in one loop on the device that ends early when no row lives.
 
   Only the first `kv_length` cache entries, and `prefix_length` of the lanes' prompts, are read; the caller vouches that
-  no live row needs more. They are cut out once per chunk and put back at its end: cutting inside each step makes
-  XLA:CPU copy them there, which costs more than it saves.
+  no live row has more when the chunk begins. They are cut out before the loop: cutting inside each step makes XLA:CPU
+  copy them there, which costs more than it saves. The loop does not write to them. What it adds lies in a small cache
+  of its own, where every row is at the same entry, and moves behind the rest at the end.
   """
-  full_cache, full_prefix = state.cache, state.prefix
-  cut = kv_length < cache_lib.num_entries(full_cache)
-  if cut:
-    state = state._replace(cache=cache_lib.first_entries(full_cache, kv_length))
-  slots = state.tokens.shape[0]
-  starts, options = jnp.zeros_like(state.positions), dict(dtype=dtype, backend=attention, mesh=_mesh(shardings))
-  if full_prefix is not None:
-    starts = jnp.repeat(state.prefix_lengths, slots // state.prefix_lengths.shape[0])
-    options |= dict(prefix=cache_lib.first_entries(full_prefix, prefix_length), prefix_lengths=state.prefix_lengths)
-  state = state._replace(prefix=None)
+  slots, begun, held = state.tokens.shape[0], state.positions, (state.cache, state.prefix)
+  paged = attention == "paged"  # whose kernel reads, and writes, where the cache lies
+  options = dict(dtype=dtype, backend=attention, mesh=_mesh(shardings))
+  own_lengths = state.positions
+  if not paged:
+    before = []
+    if state.prefix is not None:
+      before.append(Before(cache_lib.first_entries(state.prefix, prefix_length), state.prefix_lengths))
+      own_lengths = own_lengths - jnp.repeat(state.prefix_lengths, slots // state.prefix_lengths.shape[0])
+    before.append(Before(cache_lib.first_entries(state.cache, kv_length), own_lengths))
+    options |= dict(before=before)
+    state = state._replace(cache=cache_lib.empty_like(state.cache, num_tokens))
+  state = constrain(state._replace(prefix=None), shardings)
+  ropes = transformer.rope_tables(cfg, begun[:, None] + jnp.arange(num_tokens, dtype=jnp.int32))  # each [B, n, 1, ...]
   tokens = jnp.zeros((num_tokens + 1, slots), jnp.int32).at[0].set(state.tokens)
   log_mu = jnp.zeros((num_tokens + 1, slots), jnp.float32).at[0].set(state.log_mu)
 
   def step(carry: _Carry) -> _Carry:
     index, state, tokens, log_mu = carry
     live = state.live
-    # A dead row computes along, at entry 0 of its own slot, where what begins there next will be written over it.
-    positions = jnp.where(live, state.positions, starts)
-    logits, cache = transformer.decode_step(params, cfg, state.tokens, positions, state.cache, **options)
+    # A dead row computes along. What it writes, at entry 0 of its slot or behind what it had, is written over by what
+    # begins there next.
+    if paged:
+      where = dict(positions=jnp.where(live, state.positions, 0))
+    else:
+      where = dict(positions=begun + index, entry=index)
+    turned = jax.tree.map(lambda table: jax.lax.dynamic_slice_in_dim(table, index, 1, axis=1), ropes)
+    logits, cache = transformer.decode_step(
+      params, cfg, state.tokens, cache=state.cache, ropes=turned, **where, **options)
     sampled, sampled_log_mu = sample_tokens(
       logits,
       state.keys,
@@ -321,7 +333,7 @@ def decode_chunk(
       cache=cache,
       tokens=jnp.where(live, sampled, state.tokens),
       log_mu=jnp.where(live, sampled_log_mu, state.log_mu),
-      positions=positions + live,
+      positions=state.positions + live,
       counts=counts,
       live=live & ~_ends(sampled, counts, state.limits, stop_ids),
     )
@@ -331,9 +343,12 @@ def decode_chunk(
     return (carry[0] < num_tokens) & jnp.any(carry[1].live)
 
   _, state, tokens, log_mu = jax.lax.while_loop(proceed, step, (jnp.int32(0), state, tokens, log_mu))
-  if cut:
-    state = state._replace(cache=cache_lib.write_front(full_cache, state.cache))
-  state = constrain(state._replace(prefix=full_prefix), shardings)
+  if not paged:
+    cache, new = held[0], state.cache
+    if num_tokens < cache_lib.num_entries(cache):  # else no row can go on
+      cache = cache_lib.append(cache, new, own_lengths)
+    state = state._replace(cache=cache)
+  state = constrain(state._replace(prefix=held[1]), shardings)
   return state, ChunkOutput(tokens=tokens, log_mu=log_mu, counts=state.counts, live=state.live)
 
 

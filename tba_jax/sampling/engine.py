@@ -398,13 +398,11 @@ class Engine:
     return admission
 
   def _cache_need(self, index: int, sample: int) -> tuple[int, int]:
-    """Entries of the lane's prompt and of the slot's cache that the sample reads in the next chunk. Its last token's
-    keys and values are never written."""
+    """Entries of the lane's prompt and of the slot's cache that the sample has when the next chunk begins. Its last
+    token's keys and values are not among them."""
     group = self._groups[index]
-    prompt_tokens, count = len(group.request.prompt), max(1, int(group.lengths[sample]))
-    sampled = min(count - 1 + self._shapes.chunk_tokens, group.request.max_new_tokens - 1)
-    # At least 1: a dead row computes along at entry 0.
-    return (0, prompt_tokens + sampled) if self._shapes.lane_samples == 1 else (prompt_tokens, max(1, sampled))
+    prompt_tokens, cached = len(group.request.prompt), max(1, int(group.lengths[sample])) - 1
+    return (0, prompt_tokens + cached) if self._shapes.lane_samples == 1 else (prompt_tokens, cached)
 
   def _recompute_running(self) -> None:
     """Keys and values of everything under way, by the weights in effect."""

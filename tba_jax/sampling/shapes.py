@@ -11,6 +11,9 @@ from tba_jax.sampling.buckets import bucket_of, checked_buckets, power_of_two_bu
 
 
 PREFILL_BATCHES = (1, 4)  # prompts that are prefilled in one call
+# Of an entry of a cache that is cut out, in readings of it. Copying alone is 2; on CPU, where the pages of large arrays
+# are made anew for each, 13 were measured.
+COPY_COST = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,13 +40,13 @@ class Shapes:
   def reads(self, *, prefix_tokens: int, slot_tokens: int) -> tuple[int, int]:
     """Entries that a chunk is to read of the lanes' prompts and of the slots' caches, which need so many.
 
-    What is cut out of a cache is copied, a slot's cache back as well: worth it where reading all of it, a token at a
-    time, would move more memory.
+    What is cut out of a cache is copied, to memory that is new each time: worth it where reading all of it, a token at a
+    time, would take longer.
     """
     lengths = []
-    for buckets, need, copied in ((self.prefix_buckets, prefix_tokens, 2), (self.kv_buckets, slot_tokens, 4)):
+    for buckets, need in ((self.prefix_buckets, prefix_tokens), (self.kv_buckets, slot_tokens)):
       length, whole = bucket_of(buckets, need), buckets[-1]
-      lengths.append(length if copied * length < self.chunk_tokens * (whole - length) else whole)
+      lengths.append(length if COPY_COST * length < self.chunk_tokens * (whole - length) else whole)
     return lengths[0], lengths[1]
 
   def programs(self) -> frozenset[tuple[str, int, int]]:
