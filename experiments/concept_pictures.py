@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/concepts.md: python -m experiments.concept_pictures
+"""Draws the pictures of docs/concepts.md: python experiments/concept_pictures.py
 
 They show a schedule and a draw that are made up, with the same charts as a run's report.
 """
@@ -6,10 +6,13 @@ They show a schedule and a draw that are made up, with the same charts as a run'
 from __future__ import annotations
 
 import pathlib
+import sys
 
 import numpy as np
 
-from tba_jax.report import svg
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # so that it runs as a file, too
+
+from tba_jax.report import svg  # noqa: E402
 
 FOLDER = pathlib.Path("docs/images")
 _STEP, _DECODE, _PUBLISH = 1.0, 1.6, 0.12  # seconds of a made-up run

@@ -170,10 +170,9 @@ def test_reason_for_growth_is_the_line_that_made_the_steps():
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (REPO / "experiments").glob("[!_]*.py")))
-def test_every_script_runs_as_a_file(name, tmp_path):
+def test_every_script_finds_its_imports_as_a_file(name, tmp_path):
   environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+  load = f"import runpy; runpy.run_path({str(REPO / 'experiments' / name)!r} + '.py', run_name='loaded')"
   done = subprocess.run(
-    [sys.executable, str(REPO / "experiments" / f"{name}.py"), "--help"], cwd=tmp_path, env=environment,
-    capture_output=True, text=True, check=False,
-  )
-  assert done.returncode == 0 and done.stdout.startswith("usage: "), done.stderr
+    [sys.executable, "-c", load], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+  assert done.returncode == 0, done.stderr
