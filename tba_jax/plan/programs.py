@@ -149,7 +149,8 @@ def searcher_part(config: ConfigDict, cfg: ModelConfig, devices: Sequence[jax.De
   score = build.make_scorer(config, cfg, place.mesh)
   texts = (ints(sample.responses_per_prompt, config.train.length_buckets[-1]),) * 3
   num = collections.Counter(kind for kind, *_ in shapes.programs())
-  # Of the lengths of cache that a chunk may read, the whole takes most memory, though shorter ones are copied out.
+  # The chunk that reads whole caches. One that reads less copies that out first: memory for the time of a chunk, at most
+  # what its bucket holds, which is not counted.
   programs = [
     Program("decode", chunk, num["decode"], float(sample.chunk_tokens)),
     Program("prefill", prefill, num["prefill"]),
