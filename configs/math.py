@@ -59,7 +59,7 @@ def get_config(arg=None):
   config.buffer = dict(
     capacity=50_000, capacity_per_prompt=64, recent_fraction=1.0,
     order="fifo", priority="uniform", priority_temperature=1.0,  # once each, oldest first
-    fill_responses=0, dedup=False, max_uses=1, max_staleness=arg.lag,
+    fill_responses=0, dedup=False, near_duplicate=0.0, max_uses=1, max_staleness=arg.lag,
   )
   config.sync = dict(every_steps=1, max_lead_steps=-1)
   config.devices = dict(trainer=0, searchers=0, per_searcher=arg.per_searcher, share=False)

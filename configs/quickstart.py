@@ -61,7 +61,7 @@ def get_config(arg=None):
   config.buffer = dict(
     capacity=20_000, capacity_per_prompt=64, recent_fraction=0.95,
     order="tba", priority="uniform", priority_temperature=1.0,
-    fill_responses=256, dedup=True, max_uses=0, max_staleness=-1,
+    fill_responses=256, dedup=True, near_duplicate=0.0, max_uses=0, max_staleness=-1,
   )
   config.sync = dict(every_steps=1, max_lead_steps=-1)
   config.devices = dict(trainer=1, searchers=2, per_searcher=1, share=False)  # on CPU: three virtual devices

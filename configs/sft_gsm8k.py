@@ -28,7 +28,7 @@ def get_config(arg=None):
   config = ConfigDict()
   config.seed = 0
   config.task = "gsm8k"
-  config.task_args = dict(prompt_format="rho_sft")
+  config.task_args = dict(prompt_format="rho_sft", num_generated=0)
   config.data = dict(path="")  # tensorflow-datasets
   config.model = dict(path="microsoft/rho-math-1b-v0.1", architecture=dict())
   config.sft = dict(steps=350, batch_size=64, micro_batches=8, learning_rate=2e-5, warmup_steps=17, num_examples=7_473)
@@ -53,7 +53,7 @@ def get_config(arg=None):
   config.loss.update(reward_temperature_init=1.0, reward_temperature_final=1.0, reward_temperature_steps=0)
   config.buffer = dict(
     capacity=1_000, capacity_per_prompt=8, recent_fraction=1.0, order="tba", priority="uniform",
-    priority_temperature=1.0, fill_responses=0, dedup=True, max_uses=0, max_staleness=-1,
+    priority_temperature=1.0, fill_responses=0, dedup=True, near_duplicate=0.0, max_uses=0, max_staleness=-1,
   )
   config.sync = dict(every_steps=1, max_lead_steps=1)
   config.devices = dict(trainer=0, searchers=0, per_searcher=0, share=False)

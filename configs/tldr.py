@@ -67,7 +67,7 @@ def get_config(arg=None):
   config.loss.update(reward_temperature_init=1.0, reward_temperature_final=1.0, reward_temperature_steps=0)
   config.buffer = dict(
     capacity=200_000, capacity_per_prompt=100, recent_fraction=0.5, order="tba", priority="reward",
-    priority_temperature=1.0, fill_responses=10_000, dedup=True, max_uses=0, max_staleness=-1,
+    priority_temperature=1.0, fill_responses=10_000, dedup=True, near_duplicate=0.0, max_uses=0, max_staleness=-1,
   )
   config.sync = dict(every_steps=10, max_lead_steps=-1)
   config.devices = dict(trainer=0, searchers=0, per_searcher=0, share=False)

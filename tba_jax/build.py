@@ -71,29 +71,25 @@ def _check_model(config: ConfigDict, cfg: ModelConfig) -> None:
     transformer.check_positions(cfg, config.sample.max_prompt_tokens + config.sample.max_new_tokens)
 
 
-class ExtraModel(NamedTuple):
-  """A model that each searcher of a task keeps beside the policy and its reference."""
+def extra_models(config: ConfigDict) -> tuple[placement.Beside, ...]:
+  """What the task's arguments name to be kept on each searcher, as reward_model=PATH; without weights.
 
-  name: str
-  cfg: ModelConfig
-  dtype: Any
-
-
-def extra_models(config: ConfigDict) -> tuple[ExtraModel, ...]:
-  """Architectures of the models that the task's arguments name, as reward_model=PATH; without weights.
-
-  An argument whose name ends in _model names one. Its dtype is that of the argument X_dtype with an X that occurs in
-  the name, or else that of sampling. Raises ConfigError if a model is not to be had.
+  An argument whose name ends in _model names a model. Its dtype is that of the argument X_dtype with an X that occurs
+  in the name, or else that of sampling. A victim also has keys and values. Raises ConfigError if a model is not to be
+  had.
   """
   args = config.task_args.to_dict()
   dtypes = {name.removesuffix("_dtype"): value for name, value in args.items() if name.endswith("_dtype")}
   found = []
   for name, path in sorted(args.items()):
     if name.endswith("_model") and path:
+      dtype = jnp.dtype(next((dtype for part, dtype in dtypes.items() if part in name), config.sample.dtype))
       with as_config_error(f"task_args.{name}={path!r}"):
-        cfg = read_model_config(path)
-      dtype = next((dtype for part, dtype in dtypes.items() if part in name), config.sample.dtype)
-      found.append(ExtraModel(name.replace("_", " "), cfg, jnp.dtype(dtype)))
+        found.append(placement.model_beside(name.replace("_", " "), path, dtype=dtype))
+        if name == "victim_model":
+          found.append(placement.cache_beside(
+              "victim cache", path, slots=args["victim_slots"], max_prompt_tokens=args["victim_max_prompt_tokens"],
+              max_new_tokens=args["victim_max_new_tokens"], dtype=dtype))
   return tuple(found)
 
 
@@ -313,7 +309,8 @@ def placements(config: ConfigDict, cfg: ModelConfig, devices: Sequence[jax.Devic
       attention=config.sample.attention, slots=config.sample.slots, lane_samples=config.sample.lane_samples,
       max_prompt_tokens=config.sample.max_prompt_tokens, max_new_tokens=config.sample.max_new_tokens,
       buffer_capacity=config.buffer.capacity, lora=lora_settings(config),
-      reference_moves=config.reference.reset_every_steps > 0, reference_average=config.reference.ema_decay > 0)
+      reference_moves=config.reference.reset_every_steps > 0, reference_average=config.reference.ema_decay > 0,
+      beside=extra_models(config))
 
 
 def check_memory(config: ConfigDict, cfg: ModelConfig, devices: Sequence[jax.Device]) -> None:
@@ -371,7 +368,8 @@ def build_trainer(config: ConfigDict, cfg: ModelConfig, params: Any, mesh: Mesh,
     params, frozen = lora_lib.init_adapters(cfg, key, settings=lora), (params,)
   state: TrainState = learner.init_train_state(params, optimizer, mesh=mesh)
   return Trainer(
-      state=state, step=step, beta_at_update=beta_at_update, tempering_at_update=tempering(config).at, placement=sharding.batch_sharding(mesh),
+      state=state, step=step, beta_at_update=beta_at_update, tempering_at_update=tempering(config).at,
+      placement=sharding.batch_sharding(mesh),
       row_multiple=train.micro_batches * sharding.num_batch_shards(mesh), length_buckets=train.length_buckets,
       micro_batches=train.micro_batches, pack=train.packing, max_nonfinite_in_row=train.max_nonfinite_in_row,
       dump_folder=folder, frozen=frozen)
@@ -413,7 +411,8 @@ def build_exchange(config: ConfigDict, num_prompts: int) -> Exchange:
       seed=config.seed, recent_fraction=config.buffer.recent_fraction, priority=config.buffer.priority,
       priority_temperature=config.buffer.priority_temperature, max_uses=config.buffer.max_uses,
       max_staleness=config.buffer.max_staleness, dedup=config.buffer.dedup and _lag(config) < 0,
-      order=config.buffer.order if _lag(config) < 0 else "fifo")
+      order=config.buffer.order if _lag(config) < 0 else "fifo", single_prompt=num_prompts == 1,
+      near_duplicate=config.buffer.near_duplicate)
   return Exchange(
       ledger=PromptLedger(num_prompts, seed=config.seed), buffer=buffer, groups_per_step=config.train.prompts_per_step,
       responses_per_prompt=config.train.responses_per_prompt,
@@ -433,6 +432,7 @@ def run_settings(config: ConfigDict) -> RunSettings:
       groups_per_step=config.train.prompts_per_step, responses_per_prompt=config.train.responses_per_prompt,
       lag=_lag(config), sync_every_steps=1 if _lag(config) >= 0 else config.sync.every_steps,
       eval_every_steps=config.eval.every_steps, checkpoint_every_steps=config.checkpoint.every_steps,
-      max_new_tokens=config.sample.max_new_tokens, rollouts_per_step=config.log.rollouts_per_step,
+      max_new_tokens=config.sample.max_new_tokens, temperature=config.sample.temperature,
+      rollouts_per_step=config.log.rollouts_per_step,
       searcher_restarts=config.runtime.searcher_restarts, replay_order=config.runtime.replay_order,
       hang_secs=config.runtime.hang_secs, stop_timeout_secs=config.runtime.stop_timeout_secs)

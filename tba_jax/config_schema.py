@@ -53,7 +53,7 @@ def _ascend(value: Iterable[Any]) -> bool:
 _LENGTHS = Rule(tuple, lambda value: len(value) > 0 and _ascend(value), "a tuple of ascending integers, as (128,256)")
 _DTYPE = _one_of("float32", "bfloat16")
 
-TASKS = ("arithmetic", "gsm8k", "math", "tldr")
+TASKS = ("arithmetic", "gsm8k", "math", "redteam", "tldr")
 
 
 def is_task_file(task: str) -> bool:
@@ -176,6 +176,9 @@ SCHEMA: dict[str, Rule] = {
     _number(0, above=True), "of priority reward and residual: a high one is nearly uniform"),
   "buffer.fill_responses": _key(_integer(0), "that arrive before the first step"),
   "buffer.dedup": _key(_BOOLEAN, "whether of equal responses to a prompt only the newest is kept"),
+  "buffer.near_duplicate": _key(
+    Rule(float, lambda value: 0 <= value < 1, "a number from 0 (off) to less than 1"),
+    "share of two lengths; of responses to a prompt whose edit distance is less the better is kept"),
   "buffer.max_uses": _key(_integer(0, or_else="0: no limit"), "draws of a response before it leaves"),
   "buffer.max_staleness": _key(
     _integer(-1, or_else="-1: no limit"), "greatest age of a response when it is trained on, in updates"),
@@ -243,6 +246,8 @@ TASK_ARGS: dict[str, dict[str, Rule]] = {
     "sft_share_with_work": _key(_number(0, 1), "of the fine-tuning examples; the others give the bare answer"),
   },
   "gsm8k": {
+    "num_generated": _key(
+      _integer(0, or_else="0: data.path, or tensorflow-datasets, is read"), "problems made by the task instead of data"),
     "prompt_format": _key(
       _one_of("rho_sft", "chat"), "rho_sft: the template of the paper's model; chat: the tokenizer's own"),
   },
@@ -251,6 +256,24 @@ TASK_ARGS: dict[str, dict[str, Rule]] = {
       _integer(0, or_else="0: data.path is read"), "problems or posts made by the task instead of data"),
     "grader_processes": _key(_integer(1), "processes that grade beside the searchers"),
     "grader_deadline_secs": _key(_number(0, above=True), "for one answer"),
+  },
+  "redteam": {
+    "num_generated": _key(
+      _integer(0, or_else="0: data.path is read"), "harmless questions made by the task instead of data"),
+    "min_attack_tokens": _key(_integer(1), "shorter attacks are not asked and score low; the stop token counts"),
+    "victim_model": _key(_ANY_STRING, 'as model.path; "": a stand-in of random weights, for generated questions'),
+    "victim_template": _key(_ANY_STRING, "chat: the victim's own; or text with {attack} in it"),
+    "victim_samples": _key(_integer(1), "answers of the victim to each attack"),
+    "victim_temperature": _key(_number(0, above=True), "at which the victim answers"),
+    "victim_top_p": _key(_number(0, 1, above=True), "share of probability that the victim samples from"),
+    "victim_max_prompt_tokens": _key(_integer(1), "of an attack in its template; a longer one is left out"),
+    "victim_max_new_tokens": _key(_integer(1), "of an answer"),
+    "victim_slots": _key(_integer(1), "answers that a searcher's victim decodes at once"),
+    "scorer_model": _key(_ANY_STRING, 'as model.path; "": a stand-in'),
+    "scorer_class": _key(_ANY_STRING, "whose log-probability is the score: a label, or a guard's verdict"),
+    "sentence_model": _key(_ANY_STRING, 'embeds attacks to measure how varied they are; "": trigram counts'),
+    "toxic_above": _key(_number(0, 1), "mean probability of the class above which an attack is a success"),
+    "model_dtype": _key(_DTYPE, "of victim and scorer"),
   },
   "tldr": {
     "num_generated": _key(

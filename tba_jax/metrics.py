@@ -393,9 +393,13 @@ def results_table(results: Mapping[str, Any]) -> str:
   before, after, size = (results[key] for key in ("accuracy_before", "accuracy_after", "eval_size"))
   known = all(value is not None and math.isfinite(value) for value in (before, after))
   gain = f" ({100 * (after - before):+.1f} points)" if known else ""
+  # What a task measures beside: known before and after, unless the run was stopped before either.
+  measures = [key.removesuffix("_after") for key in results
+              if key.endswith("_after") and key != "accuracy_after" and key.replace("_after", "_before") in results]
   rows: Sequence[tuple[str, str]] = (
     (f"held-out accuracy before ({size} problems)", number("accuracy_before", ".1%")),
     ("held-out accuracy after", number("accuracy_after", ".1%") + gain),
+    *((f"{name} before, after", f"{results[f'{name}_before']:.3f}, {results[f'{name}_after']:.3f}") for name in measures),
     ("wall-clock", f"{format_secs(results['wall_seconds'])} (of it training {format_secs(results['train_seconds'])})"),
     ("steps", number("steps", ",")),
     ("rollouts per second", f"{number('rollouts_per_second', ',.1f')} ({number('rollouts', ',')} rollouts)"),

@@ -8,19 +8,20 @@ from __future__ import annotations
 import math
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from tba_jax import optimizers, sharding
 from tba_jax.checkpoints.gguf import read_gguf
 from tba_jax.checkpoints.locate import PACKAGE, in_package
 from tba_jax.checkpoints.stored import read_json
+from tba_jax.models import encoder, transformer
 from tba_jax.models import lora as lora_lib
-from tba_jax.models import transformer
 from tba_jax.models.known import KNOWN
 from tba_jax.models.lora import LoraSettings
 from tba_jax.models.variants import ModelConfig, from_huggingface
@@ -38,29 +39,76 @@ class Placement(NamedTuple):
   total_bytes: int  # on all of them, copies counted
 
 
+class Beside(NamedTuple):
+  """Something that a task keeps on each searcher beside the policy and its reference."""
+
+  name: str
+  tree: Any  # of shapes and dtypes
+  layout: Callable[[Mesh], Any]  # its shardings over a searcher's mesh
+
+
 def read_model_config(path: str) -> ModelConfig:
-  """The config of a model without its weights. `path` as in `checkpoints.huggingface.load_model`.
+  """The config of a decoder without its weights. `path` as in `checkpoints.huggingface.load_model`.
 
   Of a hub model that is in `models.known` nothing is downloaded, of another only config.json.
   Raises:
     ValueError: there is no such model here, or its config is refused.
   """
+  return from_huggingface(_read_config(path))
+
+
+def model_beside(name: str, path: str, *, dtype: Any) -> Beside:
+  """A decoder or encoder that a task loads. Raises: ValueError as `read_model_config`."""
+  config = _read_config(path)
+  if "model_type" in config and config["model_type"] in encoder.FAMILIES:
+    tree = encoder.abstract_params(encoder.encoder_from_huggingface(config), dtype)
+  else:
+    tree = transformer.abstract_params(from_huggingface(config), dtype)
+  return Beside(name, tree, lambda mesh: sharding.param_shardings(tree, mesh))
+
+
+def cache_beside(
+  name: str, path: str, *, slots: int, max_prompt_tokens: int, max_new_tokens: int, dtype: Any
+) -> Beside:
+  """Keys and values of a model that answers beside a searcher, by an engine of its own."""
+  cfg = read_model_config(path)
+  caches = _caches(cfg, slots=slots, lane_samples=1, max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens,
+                   cache_dtype=dtype, attention="xla")
+  return Beside(name, caches, lambda mesh: jax.tree.map(lambda _: decode.slot_shardings(mesh, cfg).cache, caches))
+
+
+def _caches(
+  cfg: ModelConfig, *, slots: int, lane_samples: int, max_prompt_tokens: int, max_new_tokens: int, cache_dtype: Any,
+  attention: str,
+) -> Any:
+  """Shapes of an engine's keys and values: of its slots and of its lanes' prompts."""
+  shapes = make_shapes(
+    slots=slots, lane_samples=lane_samples, max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens,
+    chunk_tokens=1, recompute_kv=False, attention=attention)
+  state = jax.eval_shape(lambda: decode.init_state(
+    cfg, slots=slots, cache_tokens=shapes.slot_tokens, cache_dtype=jnp.dtype(cache_dtype), lane_samples=lane_samples,
+    prefix_tokens=max_prompt_tokens, attention=attention))
+  return state.cache, state.prefix
+
+
+def _read_config(path: str) -> dict[str, Any]:
+  """The fields of config.json, see `read_model_config`."""
   found = pathlib.Path(path)
   if path.startswith(PACKAGE):
     found = in_package(path.removeprefix(PACKAGE))
   if found.is_file():
-    return from_huggingface(read_gguf(found).config)
+    return read_gguf(found).config
   if not found.is_dir():
     if path.lower() in KNOWN:
-      return from_huggingface(KNOWN[path.lower()])
+      return KNOWN[path.lower()]
     import huggingface_hub
 
     try:
-      return from_huggingface(read_json(pathlib.Path(huggingface_hub.hf_hub_download(path, "config.json"))))
+      return read_json(pathlib.Path(huggingface_hub.hf_hub_download(path, "config.json")))
     except OSError as error:
       raise ValueError(f"no folder, and not to be had from the Hugging Face hub ({type(error).__name__}); download it "
                        "elsewhere and give its folder") from None
-  return from_huggingface(read_json(found / "config.json"))
+  return read_json(found / "config.json")
 
 
 def placements(
@@ -68,6 +116,7 @@ def placements(
   optimizer: str, param_dtype: Any, compute_dtype: Any, sample_dtype: Any, cache_dtype: Any, attention: str, slots: int,
   lane_samples: int, max_prompt_tokens: int, max_new_tokens: int, buffer_capacity: int,
   lora: LoraSettings | None = None, reference_moves: bool = False, reference_average: bool = False,
+  beside: Sequence[Beside] = (),
 ) -> list[Placement]:
   """What each part of a run keeps, device counts as `config.resolve_devices` gives them; searchers 0 where they are in
   other processes.
@@ -75,6 +124,7 @@ def placements(
   With `lora` the trainer keeps a base in `compute_dtype` and trains adapters. A searcher keeps the same whether
   adapters are trained or everything: the weights (merged ones), and the reference (the base that they are merged with).
   A reference that moves is kept by the trainer too, and with `reference_average` the float32 average that it is set to.
+  `beside`: what the task keeps on each searcher.
   Raises: ValueError if the pattern of `lora` matches no layer.
   """
   trainer_devices, searcher_devices = devices[:trainer], []
@@ -112,15 +162,13 @@ def placements(
     layout = sharding.param_shardings(weights, mesh)
     for content in ("weights", "weights that arrive", "reference"):
       found.append(_place(f"searcher {number}", group, content, weights, layout))
-    shapes = make_shapes(
-      slots=slots, lane_samples=lane_samples, max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens,
-      chunk_tokens=1, recompute_kv=False, attention=attention)
-    state = jax.eval_shape(lambda: decode.init_state(
-      cfg, slots=slots, cache_tokens=shapes.slot_tokens, cache_dtype=jnp.dtype(cache_dtype), lane_samples=lane_samples,
-      prefix_tokens=max_prompt_tokens, attention=attention))
-    caches = (state.cache, state.prefix)
+    caches = _caches(
+      cfg, slots=slots, lane_samples=lane_samples, max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens,
+      cache_dtype=cache_dtype, attention=attention)
     layout = jax.tree.map(lambda _: decode.slot_shardings(mesh, cfg).cache, caches)
     found.append(_place(f"searcher {number}", group, f"cache of {slots} slots", caches, layout))
+    for extra in beside:
+      found.append(_place(f"searcher {number}", group, extra.name, extra.tree, extra.layout(mesh)))
   # Per response: tokens, log_mu and log_ref, and at most one prompt; all of 4 bytes. Scalars of a row do not matter.
   total = buffer_capacity * 4 * (3 * max_new_tokens + max_prompt_tokens)
   return found + [Placement("host", "memory", f"replay buffer when full ({buffer_capacity:,} responses)", total, total)]

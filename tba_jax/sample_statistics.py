@@ -1,10 +1,11 @@
-"""What several samples of each prompt say: pass@k, maj@k, and intervals."""
+"""What several samples of each prompt say: pass@k, maj@k, intervals, and an evaluation's table."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import math
+from typing import Any
 
 _Z = 1.959963984540054  # of a two-sided 95% interval
 
@@ -21,6 +22,15 @@ def wilson_interval(rate: float, trials: int) -> tuple[float, float]:
   scale = 1 + _Z**2 / trials
   middle = rate + _Z**2 / (2 * trials)
   return max(0.0, (middle - spread) / scale), min(1.0, (middle + spread) / scale)
+
+
+def mean_half_interval(values: Sequence[float]) -> float:
+  """Half of the 95% interval of a mean of independent values, by their standard error; NaN for fewer than two."""
+  number = len(values)
+  if number < 2:
+    return math.nan
+  mean = math.fsum(values) / number
+  return _Z * math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (number - 1) / number)
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
@@ -49,3 +59,33 @@ def majority_at_k(answers: Sequence[str | None], rights: Sequence[bool], k: int)
     winner = Counter(answer for answer, _ in votes).most_common(1)
     wins.append(bool(winner) and next(right for answer, right in votes if answer == winner[0][0]))
   return sum(wins) / len(wins)
+
+
+_ROW_NAMES = {
+  "greedy": "greedy: reward of 1", "sampled": "sampled: reward of 1", "samples": "samples: reward of 1",
+  "num_prompts": "prompts", "num_samples": "samples a prompt", "not_graded": "responses not graded",
+  "greedy_reward": "greedy: mean reward", "greedy_tokens": "greedy: tokens", "greedy_truncated": "greedy: truncated",
+  "sampled_reward": "sampled: mean reward", "sampled_tokens": "sampled: tokens",
+  "sampled_truncated": "sampled: truncated", "reference_perplexity": "perplexity under the reference",
+  "kl": "KL to the reference (nats)", "cosine_distance": "mean cosine distance",
+}
+_SHARES = ("greedy", "sampled", "samples", "greedy_truncated", "sampled_truncated")
+
+
+def summary_table(summary: Mapping[str, Any]) -> str:
+  """An evaluation as a table of text: name, value, 95% interval."""
+
+  def show(name: str, value: float) -> str:
+    if isinstance(value, int):
+      return f"{value:,}"
+    return f"{value:.1%}" if name in _SHARES or "@" in name else f"{value:.3f}"
+
+  lines = [("", "value", "95% interval")]
+  for name, value in summary.items():
+    if name in ("model", "task"):
+      continue
+    mean, interval = (value["mean"], value["interval"]) if isinstance(value, Mapping) else (value, ())
+    lines.append((_ROW_NAMES.get(name, name), show(name, mean), " to ".join(show(name, end) for end in interval)))
+  widths = [max(len(line[column]) for line in lines) for column in range(3)]
+  text = [f"{name:{widths[0]}}  {value:>{widths[1]}}  {ends:{widths[2]}}".rstrip() for name, value, ends in lines]
+  return "\n".join([f"{summary['task']}: {summary['model']}", text[0], "-" * (sum(widths) + 4), *text[1:]])

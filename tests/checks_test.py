@@ -35,6 +35,8 @@ def make_buffer(**settings):
     (dict(order="fifo"), r"whole sampling groups exactly once, which dedup=True, .* set dedup=False"),
     (dict(order="fifo", dedup=False, priority="reward"), r"exactly once, which dedup=False, priority='reward'"),
     (dict(order="fifo", dedup=False, max_uses=2), r"max_uses=2 would break"),
+    (dict(near_duplicate=1.0), r"near_duplicate=1.0 is a share of two lengths; choose one from 0 \(off\) to less"),
+    (dict(near_duplicate=0.1, dedup=False), r"near_duplicate=0.1 leaves responses out, which order='tba' and dedup=F"),
     (
       dict(single_prompt=True, priority="residual"),
       r"priority='residual' chooses between prompts, but single_prompt=True says",

@@ -9,7 +9,7 @@ import sys
 import ml_collections
 import pytest
 
-from configs import gsm8k, math as math_config, quickstart, sft_gsm8k, tldr
+from configs import gsm8k, math as math_config, quickstart, redteam, sft_gsm8k, tldr
 from tba_jax import config as config_lib
 from tba_jax import config_rules, config_schema
 from tba_jax.config import ConfigError, DeviceCounts, parse_arg, resolve_devices
@@ -33,6 +33,8 @@ PUBLIC_KEYS = """seed task model.path data.path train.steps train.prompts_per_st
 SHIPPED = {
   "quickstart": (quickstart, None, 3), "quickstart:smoke": (quickstart, "smoke", 3), "gsm8k": (gsm8k, None, 8),
   "gsm8k on one device": (gsm8k, None, 1), "gsm8k:smollm2": (gsm8k, "smollm2", 2),
+  "gsm8k:smoke": (gsm8k, "smoke", 2), "redteam": (redteam, None, 4), "redteam:size=llama": (redteam, "size=llama", 8),
+  "redteam:mle": (redteam, "mle", 4), "redteam:smoke": (redteam, "smoke", 2),
   "math": (math_config, None, 8),
   "math:size=1.5B,lag=10,per_searcher=2": (math_config, "size=1.5B,lag=10,per_searcher=2", 8),
   "math:smoke": (math_config, "smoke", 2), "tldr": (tldr, None, 4), "tldr:size=2.8b": (tldr, "size=2.8b", 8),
@@ -75,7 +77,7 @@ def test_shipped_configs_are_valid_locked_and_have_the_public_keys(name, monkeyp
   config = module.get_config(arg)
   assert config.is_locked
   if config.task != "gsm8k" and config.model.path:  # data must be given
-    for split in ("train", "test"):
+    for split in ("train", "test", "attack_prompt", "attacks"):
       (tmp_path / f"{split}.jsonl").write_text("{}")
     config.data.path = str(tmp_path)
   assert set(PUBLIC_KEYS) <= set(config_schema.flatten(config))
@@ -127,6 +129,51 @@ def test_tldr_has_the_papers_settings():
   assert _problems(config, num_devices=4)[0].startswith("task_args.reward_model='' is a stand-in of random weights")
 
 
+def test_redteam_has_the_papers_settings(monkeypatch):
+  monkeypatch.setattr(config_rules.importlib.metadata, "distribution", lambda name: None)
+  flat = config_schema.flatten(redteam.get_config("size=llama"))
+  paper = {
+    "model.path": "meta-llama/Llama-3.2-1B", "task_args.victim_model": "meta-llama/Llama-3.1-8B-Instruct",
+    "task_args.scorer_model": "meta-llama/Llama-Guard-3-8B", "task_args.victim_samples": 5, "eval.size": 1024,
+    "task_args.victim_temperature": 0.1, "task_args.victim_max_new_tokens": 64, "lora.rank": 32, "lora.alpha": 16.0,
+    "train.responses_per_prompt": 128, "train.learning_rate": 1e-4, "train.steps": 5000, "loss.beta_final": 0.05,
+    "loss.gamma_final": 1.2, "loss.gamma_steps": 2000, "loss.reward_temperature_init": 2.0,
+    "loss.reward_temperature_steps": 1000, "buffer.capacity": 130_000, "buffer.recent_fraction": 0.6,
+    "sync.every_steps": 10, "sample.max_new_tokens": 20, "task_args.min_attack_tokens": 5,
+  }
+  assert {key: flat[key] for key in paper} == paper
+  small = config_schema.flatten(redteam.get_config())
+  assert (small["buffer.capacity"], small["buffer.recent_fraction"], small["loss.gamma_final"]) == (100_000, 0.5, 1.0)
+  with pytest.raises(ConfigError, match="size=opt must be one of gpt2, llama"):
+    redteam.get_config("size=opt")
+
+
+def test_mistakes_in_a_config_of_redteam(tmp_path):
+  config = redteam.get_config("smoke").to_dict()
+  config["eval"]["size"], config["train"]["prompts_per_step"], config["task_args"]["min_attack_tokens"] = 0, 2, 25
+  config["task_args"]["sentence_model"] = "package:no-such-package-here"
+  config["buffer"]["dedup"] = False
+  found = _problems(config, num_devices=2)
+  for line in (
+      "eval.size=0 means nothing to task 'redteam', which samples as many attacks as it is told; set a size",
+      "train.prompts_per_step=2 must be 1 for task 'redteam', which has one prompt; set it, and raise train.respo",
+      "task_args.min_attack_tokens=25 must be at most sample.max_new_tokens=24; lower it",
+      "task_args.sentence_model='package:no-such-package-here': that package is not installed; run pip install",
+      "buffer.near_duplicate=0.25 leaves responses out, which buffer.dedup=False and whole groups used once do not",
+  ):
+    assert any(problem.startswith(line) for problem in found), (line, found)
+  config = redteam.get_config("smoke").to_dict()
+  config["task_args"]["num_generated"] = 0
+  config["model"]["path"] = "owner/attacker"
+  found = _problems(config, num_devices=2)
+  assert found[0].startswith("data.path='' is missing: task 'redteam' brings no prompts; give a folder with attack_pro")
+  assert found[1].startswith("task_args.victim_model='' is a stand-in of random weights, for generated prompts alone")
+  config["data"]["path"] = str(tmp_path)
+  (tmp_path / "attack_prompt.jsonl").write_text("{}")
+  assert "has no attacks.jsonl; give a folder with attack_prompt.jsonl and attacks.jsonl of your own" in _problems(
+      config, num_devices=2)[0]
+
+
 def test_math_needs_data_and_a_known_size():
   config = math_config.get_config()
   assert "data.path='' is missing: task 'math' has no data of its own" in _problems(config, num_devices=8)[0]
@@ -138,7 +185,7 @@ def test_only_trajectory_balance_has_a_tempered_target():
   tempered = {"loss.gamma_final": 1.2, "loss.reward_temperature_init": 2.0}
   config_lib.validate(_quickstart(**tempered), num_devices=3, platform="cpu")
   found = _problems(_quickstart(**tempered, **{"loss.name": "reinforce", "buffer.dedup": False}))
-  assert len([line for line in found if "must be 1 for loss.name='reinforce': only trajectory balance trains" in line]) == 2
+  assert len([line for line in found if "must be 1 for loss.name='reinforce': only trajectory balance" in line]) == 2
 
 
 def test_a_reference_that_adapters_are_merged_with_does_not_move():
@@ -271,8 +318,8 @@ def test_adapters_of_the_attention():
    "train.schedule='cosin' must be one of constant, linear, cosine, wsd; did you mean cosine?"),
   ("sample.truncated", "drop", "sample.truncated='drop' must be one of score, zero, mask"),
   ("train.param_dtype", "bfloat16", "train.param_dtype='bfloat16' must be float32"),
-  ("task", "gsm8", "task='gsm8' must be one of arithmetic, gsm8k, math, tldr, or FILE.py:CLASS for a task of your own; "
-                   "did you mean gsm8k?"),
+  ("task", "gsm8", "task='gsm8' must be one of arithmetic, gsm8k, math, redteam, tldr, or FILE.py:CLASS for a task of your "
+                   "own; did you mean gsm8k?"),
 ])
 def test_wrong_value_of_one_key(name, value, line):
   assert line in _problems(_quickstart(**{name: value}))

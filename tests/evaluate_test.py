@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from tba_jax.models import transformer
 from tba_jax.models.heads import token_logprobs
 from tba_jax.models.variants import new_model_config
 from tba_jax.tasks.arithmetic import make_arithmetic_tokenizer
+from tba_jax.types import Prompt
 
 TASK = """
 from tba_jax.tasks.arithmetic import ArithmeticTask
@@ -89,6 +91,13 @@ def test_rows_numbers_and_going_on(model, tmp_path, capsys):
   low, high = summary["pass@2"]["interval"]
   assert 0 <= low < summary["pass@2"]["mean"] < high <= 1
 
+  # The policy is its own reference here; in the table are the summary's numbers.
+  assert summary["kl"]["mean"] == pytest.approx(0, abs=1e-4)
+  table = capsys.readouterr().out
+  greedy = summary["greedy"]
+  assert re.search(rf"greedy: reward of 1 +{greedy['mean']:.1%} +{greedy['interval'][0]:.1%} to", table)
+  assert re.search(rf"perplexity under the reference +{summary['reference_perplexity']:.3f}$", table, re.MULTILINE)
+
   # Killed in the middle of the third line: the same rows come again.
   lines = (tmp_path / "whole" / "samples.jsonl").read_text().splitlines(keepends=True)
   (tmp_path / "part").mkdir()
@@ -111,7 +120,7 @@ def test_rows_numbers_and_going_on(model, tmp_path, capsys):
   (["--task=gsm8k", "--model=a", "--workdir=b"], "give either --model=PATH or --workdir=RUN"),
   (["--model=a"], "--task is missing; give a task's name, or FILE.py:CLASS"),
   (["--model=a", "--task=gsm8k", "--samples=4", "--k=1,8"], "--k=1,8 must lie between 1 and --samples=4"),
-  (["--workdir=nowhere", "--task=gsm8k"], "nowhere is not the workdir of a run"),
+  (["--workdir=nowhere"], "--workdir=nowhere is not the workdir of a run: it has no config.json; give the folder"),
   (["--model=nowhere/at/all", "--task=gsm8k"], "nowhere/at/all"),
 ])  # fmt: skip
 def test_bad_input_is_one_line(argv, line, tmp_path, capsys):
@@ -131,3 +140,31 @@ def test_ungraded_responses_are_no_successes_and_are_counted():
   summary = evaluate.summarise(rows, ks=(1, 2))
   assert summary["greedy"]["mean"] == 0.5 and summary["not_graded"] == 2 and summary["greedy_reward"] == 1.0
   assert summary["pass@1"]["mean"] == 0.25 and summary["pass@2"]["mean"] == 0.5 and "maj@1" not in summary
+
+
+def test_the_distance_to_a_reference_is_a_mean_over_prompts_of_their_samples(model):
+  _, cfg, params = model
+  other = transformer.init_params(cfg, jax.random.key(7), jnp.float32)
+  rng = np.random.default_rng(0)
+  prompts = [Prompt(i, rng.integers(3, 40, 4 + i).astype(np.int32), "", "") for i in range(3)]
+  responses = rng.integers(3, 40, (3, 3, 5)).tolist()
+  rows = [{"greedy": {"tokens": first}, "samples": [{"tokens": tokens} for tokens in rest]}
+          for first, *rest in responses]
+  found = evaluate.against_reference(rows, prompts, policy=(cfg, params), reference=(cfg, other), temperature=0.7,
+                                     dtype=jnp.float32)  # fmt: skip
+
+  def log_p(tree, prompt, tokens, temperature):
+    ids = np.concatenate([prompt.tokens, tokens])[None]
+    hidden = transformer.hidden_states(
+      tree, cfg, ids, np.arange(ids.shape[1])[None], np.ones_like(ids), dtype=jnp.float32)
+    logits = np.asarray(hidden[0] @ tree["embed"]["table"].T, np.float64)[:, : cfg.vocab_size] / temperature
+    logits -= np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1, keepdims=True)) + logits.max(1, keepdims=True)
+    return sum(logits[len(prompt.tokens) + i - 1, token] for i, token in enumerate(tokens))
+
+  kl = [np.mean([log_p(params, prompt, tokens, 0.7) - log_p(other, prompt, tokens, 0.7) for tokens in rest])
+        for prompt, (_, *rest) in zip(prompts, responses)]
+  assert found["kl"]["mean"] == pytest.approx(np.mean(kl), abs=1e-4)
+  half = 1.959964 * np.std(kl, ddof=1) / math.sqrt(3)
+  np.testing.assert_allclose(found["kl"]["interval"], [np.mean(kl) - half, np.mean(kl) + half], atol=1e-4)
+  total = sum(log_p(other, prompt, first, 1.0) for prompt, (first, *_) in zip(prompts, responses))
+  assert found["reference_perplexity"] == pytest.approx(math.exp(-total / 15), rel=1e-4)

@@ -77,10 +77,10 @@ def test_prompts_over_the_limit_are_refused():
 
 def test_names_and_arguments_of_named_tasks():
   with pytest.raises(ValueError,
-                     match="task 'gsm8' is not known; known are arithmetic, gsm8k, math, tldr, or FILE.py:CLASS"):
+                     match="task 'gsm8' is not known; known are arithmetic, gsm8k, math, redteam, tldr, or"):
     registry.make_task("gsm8", None, SETTINGS, {})
   with pytest.raises(ValueError,
-                     match=r"task_args of gsm8k are missing; it takes exactly prompt_format \(one of rho_sft"):
+                     match=r"task_args of gsm8k are missing; it takes exactly num_generated \(an integer"):
     registry.make_task("gsm8k", None, SETTINGS, {})
 
 

@@ -14,7 +14,8 @@ REPO = pathlib.Path(__file__).resolve().parent.parent
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["quickstart:smoke", "math:smoke", "tldr:smoke", "sft_gsm8k:smoke"])
+@pytest.mark.parametrize("name", [
+    "quickstart:smoke", "gsm8k:smoke", "math:smoke", "tldr:smoke", "redteam:smoke", "sft_gsm8k:smoke"])
 def test_smoke(name, tmp_path):
   config, _, arg = name.partition(":")
   command = [

@@ -36,6 +36,17 @@ _LLAMA31_8B = {
   "rope_scaling": {**_LLAMA3_ROPE, "factor": 8.0},
 }
 
+_GPT2 = {
+  "model_type": "gpt2", "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024,
+  "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
+}
+_ROBERTA_HATE = {
+  "model_type": "roberta", "architectures": ["RobertaForSequenceClassification"], "vocab_size": 50265,
+  "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072,
+  "max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5, "hidden_act": "gelu",
+  "pad_token_id": 1, "id2label": {"0": "nothate", "1": "hate"},
+}
+
 
 def _pythia(hidden_size: int, num_layers: int, num_heads: int, vocab_size: int = 50304) -> dict[str, Any]:
   return {
@@ -61,6 +72,10 @@ KNOWN: dict[str, dict[str, Any]] = {
   "meta-llama/llama-3.2-1b-instruct": _LLAMA32_1B,
   "meta-llama/llama-3.1-8b": _LLAMA31_8B,
   "meta-llama/llama-3.1-8b-instruct": _LLAMA31_8B,
+  "meta-llama/llama-guard-3-8b": _LLAMA31_8B,
+  "openai-community/gpt2": _GPT2,
+  "vicgalle/gpt2-alpaca": _GPT2,
+  "facebook/roberta-hate-speech-dynabench-r4-target": _ROBERTA_HATE,
   **{name.format(size): fields for size, fields in _PYTHIA.items() for name in (
     "eleutherai/pythia-{}", "eleutherai/pythia-{}-deduped", "mnoukhov/pythia{}-sft-tldr",
     "mnoukhov/pythia{}-rm-tldr6.9b",

@@ -170,9 +170,9 @@ def searcher_part(config: ConfigDict, cfg: ModelConfig, devices: Sequence[jax.De
     # Two calls' results, in proportion: the compiler's figure takes the place of this one.
     Resident("prefilled prompts", 2 * cache_bytes * prompts[0] * prompts[1] // (sample.slots * shapes.cache_tokens)),
   ]
-  for name, tree in trees_beside(config).items():
-    layout = everywhere if one else sharding.param_shardings(tree, place.mesh)
-    residents.append(Resident(name, _bytes(_put(tree, layout))))
+  for extra in build.extra_models(config):
+    layout = everywhere if one else extra.layout(place.mesh)
+    residents.append(Resident(extra.name, _bytes(_put(extra.tree, layout))))
   if config.eval.every_steps:  # an evaluation holds on to its version while newer ones arrive
     residents.insert(2, Resident("weights under evaluation", _bytes(weights)))
   if sample.lane_samples > 1:  # evaluations have an engine of their own
@@ -185,8 +185,8 @@ def searcher_part(config: ConfigDict, cfg: ModelConfig, devices: Sequence[jax.De
 
 
 def trees_beside(config: ConfigDict) -> dict[str, Any]:
-  """Shapes of the parameters of the task's own models, by name."""
-  return {each.name: _cast(transformer.abstract_params(each.cfg), each.dtype) for each in build.extra_models(config)}
+  """Shapes of the parameters of the task's own models, and of a victim's cache, by name."""
+  return {each.name: each.tree for each in build.extra_models(config)}
 
 
 def engine_shapes(config: ConfigDict, *, lane_samples: int | None = None) -> Shapes:

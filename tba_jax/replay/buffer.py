@@ -23,14 +23,14 @@ from tba_jax.replay.checks import (
 )
 from tba_jax.replay.choice import TbaChoice
 from tba_jax.replay.indexes import ResponseIndex, VersionIndex, distinct_samples, hash_response
+from tba_jax.replay.near_duplicates import NearRows
 from tba_jax.replay.store import RowStore
 from tba_jax.types import Draw, RolloutGroup
 
 _COUNTERS = (
-  "added", "duplicates", "evicted_capacity", "evicted_prompt_capacity", "evicted_age", "evicted_age_unused",
-  "evicted_age_unused_tokens", "evicted_uses", "discarded", "rows_drawn", "groups_drawn", "groups_short",
-  "prompts_skipped",
-  "recent_misses", "priorities_too_late", "rescored",
+  "added", "duplicates", "near_duplicates", "evicted_capacity", "evicted_prompt_capacity", "evicted_age",
+  "evicted_age_unused", "evicted_age_unused_tokens", "evicted_uses", "discarded", "rows_drawn", "groups_drawn", "groups_short",
+  "prompts_skipped", "recent_misses", "priorities_too_late", "rescored",
 )
 
 
@@ -40,13 +40,14 @@ class NotEnoughData(Exception):
 
 class ReplayBuffer:
   """See the module. Every row that was ever added is live, or in exactly one of these counters of `stats()`:
-  duplicates, evicted_capacity, evicted_prompt_capacity, evicted_age, evicted_uses, discarded.
+  duplicates, near_duplicates, evicted_capacity, evicted_prompt_capacity, evicted_age, evicted_uses, discarded.
   """
 
   def __init__(
     self, *, capacity: int, capacity_per_prompt: int, max_prompt_tokens: int, max_response_tokens: int, seed: int,
     recent_fraction: float, priority: str = "uniform", priority_temperature: float = 1.0, max_uses: int = 0,
     max_staleness: int = -1, dedup: bool = True, order: str = "tba", single_prompt: bool = False, ref_version: int = 0,
+    near_duplicate: float = 0.0,
   ):
     """Reserves virtual memory for `capacity` rows; memory becomes real as rows are written.
 
@@ -65,6 +66,9 @@ class ReplayBuffer:
       order: "tba" or "fifo".
       single_prompt: the task has one prompt, so that the coin is tossed for each response.
       ref_version: version of the reference policy that the newest groups are scored by.
+      near_duplicate: of responses to one prompt whose edit distance is less than this share of their two lengths
+        together only the one of the highest reward is kept, the older one of equals; 0: all are. Needs `dedup`. A new
+        row is compared with all rows of its prompt.
     Raises:
       ValueError: a setting out of range, or settings that contradict each other.
     """
@@ -73,6 +77,7 @@ class ReplayBuffer:
       "max_response_tokens": max_response_tokens, "recent_fraction": recent_fraction, "priority": priority,
       "priority_temperature": priority_temperature, "max_uses": max_uses, "max_staleness": max_staleness,
       "dedup": dedup, "order": order, "single_prompt": single_prompt,
+      "near_duplicate": near_duplicate,
     }
     check_settings(**self._settings)
     self.priority, self.order = priority, order
@@ -98,6 +103,8 @@ class ReplayBuffer:
       max_response_tokens=settings["max_response_tokens"],
     )
     self._index = ResponseIndex(capacity) if self._dedup else None
+    share = settings["near_duplicate"]
+    self._near = NearRows(capacity, share=share) if share else None
     self._by_version = VersionIndex(capacity) if self._max_staleness >= 0 else None
     self._num_groups = 0  # queued, "fifo" only
     # Heap of oldest version, first arrival, first row; groups that left stay in it.
@@ -138,7 +145,11 @@ class ReplayBuffer:
         self._enqueue(int(rows[0]))
       else:
         samples, keys = self._make_room(group, samples, keys)
+        if not len(samples):
+          return
         rows = store.append(group, samples, residual=self._max_residual)
+        if self._near is not None:
+          self._near.enter(rows, store)
         for key, row in zip(keys, rows.tolist(), strict=self._dedup):
           self._index.add(key, row)
         self._choice.enter(rows)
@@ -326,6 +337,10 @@ class ReplayBuffer:
   def _make_room(self, group: RolloutGroup, samples: np.ndarray, keys: list[int]) -> tuple[np.ndarray, list[int]]:
     """Removes what the samples replace or push out; returns those samples, with their hashes, that stay themselves."""
     store, prompt_id = self._store, group.prompt_id
+    if self._near is not None:
+      kept = self._near.keep_better(group, samples, store, remove=lambda rows: self._remove(rows, "near_duplicates"))
+      self._counts["near_duplicates"] += len(samples) - len(kept)
+      samples, keys = samples[kept], [keys[place] for place in kept.tolist()]
     for sample, key in zip(samples[: len(keys)].tolist(), keys, strict=True):
       row = self._index.find(key, prompt_id, group.tokens[sample, : group.lengths[sample]], store)
       if row >= 0:
@@ -419,6 +434,8 @@ class ReplayBuffer:
       for row in rows[store.arrival[rows] == store.first_arrival[rows]].tolist():
         self._enqueue(row)
       return
+    if self._near is not None:
+      self._near.enter(rows, store)
     if self._index is not None:
       for row, prompt_id in zip(rows.tolist(), store.prompt_id[store.slot[rows]].tolist(), strict=True):
         self._index.add(hash_response(prompt_id, store.tokens[row, : store.length[row]].tobytes()), row)

@@ -27,6 +27,7 @@ def check_settings(
   dedup: bool,
   order: str,
   single_prompt: bool,
+  near_duplicate: float,
 ) -> None:
   """Checks the settings of a `ReplayBuffer`; see there for their meaning.
 
@@ -59,6 +60,15 @@ def check_settings(
     raise ValueError(
       f"order='fifo' draws whole sampling groups exactly once, which dedup={dedup}, priority={priority!r}, "
       f"max_uses={max_uses} would break; set dedup=False, priority='uniform' and max_uses to 0 or 1, or order='tba'."
+    )
+  if not 0.0 <= near_duplicate < 1.0:
+    raise ValueError(
+      f"near_duplicate={near_duplicate} is a share of two lengths; choose one from 0 (off) to less than 1."
+    )
+  if near_duplicate and (order == "fifo" or not dedup):
+    raise ValueError(
+      f"near_duplicate={near_duplicate} leaves responses out, which order={order!r} and dedup={dedup} do not allow; set "
+      "near_duplicate=0, or order='tba' and dedup=True."
     )
   if single_prompt and priority == "residual":
     raise ValueError(

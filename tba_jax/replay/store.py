@@ -165,6 +165,11 @@ class RowStore:
       rows.append(int(self._next[rows[-1]]))
     return rows
 
+  def rows_of(self, prompt_id: int) -> np.ndarray:
+    """The live rows of a prompt, int64, in no order that means anything; O(rows ever used)."""
+    live = self.arrival[: self._next_row] >= 0
+    return np.flatnonzero(live & (self.slot[: self._next_row] == self.slots.get(prompt_id, -1)))
+
   def oldest_rows(self, count: int) -> list[int]:
     """The `count` oldest live rows, oldest first."""
     rows, row = [], self.oldest

@@ -25,7 +25,7 @@ from tba_jax.runtime.reference import Reference
 from tba_jax.runtime.settings import RunSettings, StopFlag, Totals
 from tba_jax.runtime.trainer import Prepared, StepReport, Trainer
 from tba_jax.searcher import LogprobGap, Searcher, SearcherCounts
-from tba_jax.tasks.base import Task
+from tba_jax.tasks.base import SampledEvalTask, Task
 from tba_jax.types import Draw, Prompt, RolloutGroup
 from tba_jax.weights import Weights, WeightStore
 
@@ -301,11 +301,12 @@ class Run:
     self._evaluating_step = self.step
 
   def evaluate(self, searcher: Searcher, weights: Weights, *, step: int, stopped: Callable[[], bool]) -> Evaluation:
-    """Greedy accuracy at pinned weights on an idle searcher."""
+    """Accuracy at pinned weights on an idle searcher, greedy unless the task samples its evaluations."""
     with self.timeline.span(f"searcher{searcher.index}", "eval"), searcher.lend_engine() as engine:
       result = evaluate_greedy(
           engine, weights, self.eval_prompts, reward=searcher.eval_reward, response_text=self.task.response_text,
-          max_new_tokens=self.settings.max_new_tokens, stopped=stopped,
+          max_new_tokens=self.settings.max_new_tokens, stopped=stopped, seed=(self.settings.seed + 1) % 2**32,
+          temperature=self.settings.temperature if isinstance(self.task, SampledEvalTask) else 0.0,
           on_progress=self._eval_progress(step, searcher.heartbeat))
     self.record_evaluation(result, step=step)
     return result
@@ -326,22 +327,23 @@ class Run:
       totals, self._accuracy = self.totals, result.accuracy
       totals.last_eval_step = max(totals.last_eval_step, step)
       if step == 0 and self.settings.steps:
-        totals.accuracy_before = result.accuracy
+        totals.accuracy_before, totals.measures_before = result.accuracy, result.measures
       if step >= self.settings.steps:
-        totals.accuracy_after = result.accuracy
+        totals.accuracy_after, totals.measures_after = result.accuracy, result.measures
       if not result.accuracy <= totals.accuracy_best:
         totals.accuracy_best, totals.best_step = result.accuracy, step
         self.run_state.mark_best(step)
-    self.writer.write(step, {"eval_accuracy": result.accuracy, "eval_size": result.size, "eval_version": result.version,
-                             "eval_response_tokens": result.mean_tokens, "eval_truncated": result.truncated})
+    self.writer.write(step, result.scalars())
     for response in result.responses[:32]:
       self.rollouts.write(
           step, prompt=response.prompt.text, response=response.text, reward=response.reward, version=result.version,
           num_prompt_tokens=len(response.prompt.tokens), num_response_tokens=response.num_tokens,
           truncated=response.truncated, kind="eval")
     self.num_evaluated += 1
-    self.progress.message(f"step {step}: held-out accuracy {result.accuracy:.1%} on {result.size} prompts (greedy, "
-                          f"version {result.version})")
+    how = "sampled" if isinstance(self.task, SampledEvalTask) else "greedy"
+    also = "".join(f", {name} {value:.3f}" for name, value in result.measures.items())
+    self.progress.message(f"step {step}: held-out accuracy {result.accuracy:.1%} on {result.size} prompts ({how}, "
+                          f"version {result.version}){also}")
 
   # --- Checkpoints ---
 
@@ -420,6 +422,8 @@ class Run:
         "staleness_histogram": self.staleness.histogram(), "age_losses": self.exchange.buffer.age_losses(),
         "accuracy_before": totals.accuracy_before, "accuracy_after": totals.accuracy_after,
         "accuracy_best": totals.accuracy_best,
+        **{f"{name}_before": value for name, value in totals.measures_before.items()},
+        **{f"{name}_after": value for name, value in totals.measures_after.items()},
         "best_step": totals.best_step, "eval_size": len(self.eval_prompts), "wall_seconds": self.wall_secs(),
         "train_seconds": train_secs, "steps": self.step, "version": self.trainer.version,
         "skipped_updates": totals.skipped_updates,

@@ -38,6 +38,7 @@ class RunSettings:
   eval_every_steps: int
   checkpoint_every_steps: int
   max_new_tokens: int
+  temperature: float
   rollouts_per_step: int
   searcher_restarts: int
   replay_order: str  # folder of the run whose order is followed; "": none
@@ -67,5 +68,8 @@ class Totals:
   accuracy_before: float = math.nan
   accuracy_after: float = math.nan
   accuracy_best: float = math.nan
+  # What else the first and the last evaluation found, by name.
+  measures_before: dict[str, float] = dataclasses.field(default_factory=dict)
+  measures_after: dict[str, float] = dataclasses.field(default_factory=dict)
   best_step: int = -1
   last_eval_step: int = -1

@@ -82,6 +82,21 @@ class GroupRewardTask(Task, Protocol):
 
 
 @runtime_checkable
+class MeasuringReward(Protocol):
+  """A reward of groups that can also say something of all responses of an evaluation together."""
+
+  def measure(self, texts: Sequence[str]) -> dict[str, float]:
+    """Numbers by name, as how varied the responses are."""
+
+
+@runtime_checkable
+class SampledEvalTask(Task, Protocol):
+  """A task whose evaluations sample at the run's temperature instead of decoding greedily."""
+
+  samples_evaluations: bool
+
+
+@runtime_checkable
 class AnswerTask(Task, Protocol):
   """A task whose responses end in an answer, so that several responses can vote (maj@k)."""
 

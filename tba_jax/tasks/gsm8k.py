@@ -14,7 +14,8 @@ import numpy as np
 
 from tba_jax.rewards import numeric_answer
 from tba_jax.tasks.base import decode_response, fitting, primary_stop_id
-from tba_jax.tasks.gsm8k_data import Row, load_rows
+from tba_jax.tasks.characters import make_character_tokenizer
+from tba_jax.tasks.gsm8k_data import SPLITS, Row, load_rows, make_rows
 from tba_jax.tokenizer import Tokenizer
 from tba_jax.types import Prompt
 
@@ -77,10 +78,12 @@ class Gsm8kTask:
   """GSM8K's train split to learn from and its test split to evaluate on.
 
   Args:
-    tokenizer: of the model.
+    tokenizer: of the model; None: one of characters, for a new model.
     prompt_format: "rho_sft" (plain text, for base and fine-tuned models) or "chat" (the tokenizer's chat template).
     max_prompt_tokens: longer prompts are dropped, counted in `num_dropped` and reported by a printed line.
     jsonl_folder, tfds_folder: see `gsm8k_data.load_rows`.
+    num_generated: instead of data, make as many problems to learn from and a quarter as many to evaluate on; 0: read
+      data. seed: of these.
   Raises: ValueError for an unknown format, missing or malformed data, or if more than 1% of a split would be dropped.
   """
 
@@ -88,20 +91,26 @@ class Gsm8kTask:
 
   def __init__(
     self,
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | None,
     *,
     prompt_format: str,
     max_prompt_tokens: int,
     jsonl_folder: str = "",
     tfds_folder: str = "",
+    num_generated: int = 0,
+    seed: int = 0,
   ):
     if prompt_format not in PROMPT_FORMATS:
       raise ValueError(f"prompt_format={prompt_format!r} is unknown; choose one of {', '.join(PROMPT_FORMATS)}.")
-    self.tokenizer = tokenizer
+    self.tokenizer = tokenizer or make_character_tokenizer()
     self.num_dropped: dict[str, int] = {}
     self._format = PROMPT_FORMATS[prompt_format]
     self._max_prompt_tokens = max_prompt_tokens
-    train, test = (load_rows(split, jsonl_folder=jsonl_folder, tfds_folder=tfds_folder) for split in ("train", "test"))
+    if num_generated:
+      train = make_rows(num_generated, split="train", seed=seed)
+      test = make_rows(max(1, num_generated // 4), split="test", seed=seed)
+    else:
+      train, test = (load_rows(split, jsonl_folder=jsonl_folder, tfds_folder=tfds_folder) for split in SPLITS)
     self._train_rows, self._train_prompts = self._build("train", train)
     _, self._eval_prompts = self._build("test", test)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import random
 from typing import NamedTuple
 
 from tba_jax.tasks.jsonl import read_jsonl
@@ -36,6 +37,19 @@ def load_rows(split: str, *, jsonl_folder: str = "", tfds_folder: str = "") -> l
   if split not in SPLITS:
     raise ValueError(f"split {split!r} is unknown; choose one of {', '.join(SPLITS)}.")
   return _read_jsonl(jsonl_folder, split) if jsonl_folder else _read_tfds(tfds_folder, split)
+
+
+def make_rows(number: int, *, split: str, seed: int) -> list[Row]:
+  """Problems of one step in the form of the data set, so that a run can be tried without it; those of a split differ
+  from the other's by their first number."""
+  rng = random.Random(f"gsm8k {split} {seed}")
+  first = range(2, 60) if split == "train" else range(60, 100)
+  rows = []
+  for index in range(number):
+    a, b, thing = rng.choice(first), rng.randint(2, 9), rng.choice(("pens", "eggs", "cups", "nuts"))
+    question = f"Ann has {a} {thing} and finds {b} more. How many {thing} has she?"
+    rows.append(Row(question, f"{a} + {b} = <<{a}+{b}={a + b}>>{a + b}\n#### {a + b}", f"made {split} row {index}"))
+  return rows
 
 
 def _read_jsonl(folder: str, split: str) -> list[Row]:

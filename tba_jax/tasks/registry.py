@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+import dataclasses
 import importlib.util
 import inspect
 import pathlib
@@ -17,7 +18,9 @@ from tba_jax.tasks.base import Task, TaskSettings
 from tba_jax.tasks.characters import make_character_tokenizer
 from tba_jax.tasks.gsm8k import Gsm8kTask
 from tba_jax.tasks.math import MathTask
+from tba_jax.tasks.redteam import Judges, RedTeamTask
 from tba_jax.tasks.tldr import TldrTask
+from tba_jax.tasks.victim import VictimSettings
 from tba_jax.tokenizer import Tokenizer
 
 
@@ -31,7 +34,8 @@ def _arithmetic(tokenizer: Tokenizer | None, settings: TaskSettings, **task_args
 
 def _gsm8k(tokenizer: Tokenizer | None, settings: TaskSettings, **task_args: Any) -> Task:
   return Gsm8kTask(
-    tokenizer, max_prompt_tokens=settings.max_prompt_tokens, jsonl_folder=settings.data_path, **task_args
+    tokenizer, max_prompt_tokens=settings.max_prompt_tokens, jsonl_folder=settings.data_path, seed=settings.seed,
+    **task_args,
   )
 
 
@@ -49,7 +53,18 @@ def _tldr(tokenizer: Tokenizer | None, settings: TaskSettings, **task_args: Any)
   )
 
 
-TASKS: dict[str, Callable[..., Task]] = {"arithmetic": _arithmetic, "gsm8k": _gsm8k, "math": _math, "tldr": _tldr}
+def _redteam(tokenizer: Tokenizer | None, settings: TaskSettings, **task_args: Any) -> Task:
+  named = lambda cls, prefix="": cls(**{
+    field.name: task_args.pop(prefix + field.name) for field in dataclasses.fields(cls)})
+  return RedTeamTask(
+    tokenizer, data_folder=settings.data_path, num_eval_attacks=settings.num_eval_prompts, seed=settings.seed,
+    judges=named(Judges), victim=named(VictimSettings, "victim_"), **task_args,
+  )
+
+
+TASKS: dict[str, Callable[..., Task]] = {
+  "arithmetic": _arithmetic, "gsm8k": _gsm8k, "math": _math, "redteam": _redteam, "tldr": _tldr,
+}
 
 
 def own_tokenizer(name: str) -> Tokenizer:
