@@ -16,6 +16,7 @@ import pytest
 import runs
 
 pytestmark = pytest.mark.slow
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a cluster of this machine alone, for the length of a test
 ray = pytest.importorskip("ray", reason="needs Ray: pip install -r requirements-cluster.txt")
 
 REPO = pathlib.Path(__file__).resolve().parent.parent
@@ -85,7 +86,7 @@ def test_a_searcher_that_is_killed_is_noticed_and_replaced(tmp_path):
                 "--config.buffer.max_uses=1", "--config.runtime.searcher_restarts=2")
   run.wait_for(lambda: run.step() > 5 and "searcher 1 is ready" in run.log())
   os.kill(_actors()[-1], signal.SIGKILL)
-  assert run.wait_for(lambda: "raised HostDied" in run.log()) < 10.0
+  assert run.wait_for(lambda: "remote.HostDied" in run.log()) < 10.0
   assert run.end() == 0, run.log()
   found = runs.results(tmp_path / "run")
   assert (found["searcher_restarts"], found["steps"]) == (1, 400)
@@ -105,7 +106,7 @@ def test_a_node_joins_and_leaves_while_the_run_goes_on(tmp_path):
     step = run.step()
     run.wait_for(lambda: run.step() > step + 5)
     cluster.remove_node(node)
-    run.wait_for(lambda: "searcher 1 raised HostDied" in run.log())
+    run.wait_for(lambda: "remote.HostDied" in run.log())
     step = run.step()
     run.wait_for(lambda: run.step() > step + 20)
     run._process.send_signal(signal.SIGTERM)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import signal
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -80,6 +81,8 @@ def joined(address: str, *, platform: str, trainer_devices: int) -> Iterator[Non
   if not address:
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would starve searchers that share the trainer's cores
   package = str(pathlib.Path(__file__).resolve().parent.parent)
+  # ray.init sets handlers of its own, under which a SIGTERM would end the process without a checkpoint.
+  handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
   try:
     # What searchers have to say comes back in calls. This package is sent along, so that all run the same one.
     ray.init(address=address or "local", log_to_driver=False, configure_logging=False,
@@ -88,6 +91,8 @@ def joined(address: str, *, platform: str, trainer_devices: int) -> Iterator[Non
     raise ValueError(f"runtime.ray_address={address!r} could not be joined ({error}); start Ray on every machine (ray "
                      "start --head, ray start --address=HEAD), or leave the address empty for this machine alone"
                      ) from None
+  for number, handler in handlers.items():
+    signal.signal(number, handler)
   seat = None
   try:
     if platform != "cpu":
