@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from tba_jax.checkpoints.huggingface import save_model
 from tba_jax.models import transformer
 from tba_jax.models.heads import token_logprobs
 from tba_jax.models.variants import new_model_config
+from tba_jax.sampling.engine import SampledGroup
 from tba_jax.tasks.arithmetic import make_arithmetic_tokenizer
 from tba_jax.types import Prompt
 
@@ -168,3 +170,57 @@ def test_the_distance_to_a_reference_is_a_mean_over_prompts_of_their_samples(mod
   np.testing.assert_allclose(found["kl"]["interval"], [np.mean(kl) - half, np.mean(kl) + half], atol=1e-4)
   total = sum(log_p(other, prompt, first, 1.0) for prompt, (first, *_) in zip(prompts, responses))
   assert found["reference_perplexity"] == pytest.approx(math.exp(-total / 15), rel=1e-4)
+
+
+class _Engine:
+  """Answers each request at once: its tokens are the sums of its keys."""
+
+  def __init__(self):
+    self.requests = []
+
+  def set_weights(self, params, version):
+    pass
+
+  def submit(self, request):
+    self.requests.append(request)
+
+  @property
+  def num_groups(self):
+    return len(self.requests)
+
+  def step(self):
+    requests, self.requests = self.requests, []
+    return [SampledGroup(
+      tag=request.tag, tokens=(request.keys.sum(axis=1, keepdims=True) % 97).astype(np.int32),
+      lengths=np.ones(len(request.keys), np.int32), log_mu=np.zeros((len(request.keys), 1), np.float32),
+      versions=np.zeros((len(request.keys), 1), np.int32), truncated=np.zeros(len(request.keys), bool),
+    ) for request in requests]  # fmt: skip
+
+
+def test_a_task_that_samples_its_evaluations_is_sampled_and_graded_together(tmp_path):
+  nothing = lambda: []
+  task = types.SimpleNamespace(
+    name="t", tokenizer=None, samples_evaluations=True, train_prompts=nothing, eval_prompts=nothing, reward=nothing,
+    response_text=lambda tokens: f"text {tokens[0]}")  # fmt: skip
+  asked = []
+
+  def reward(prompt, responses):
+    asked.append(len(responses.texts))
+    return np.array([int(tokens[0]) % 2 for tokens in responses.tokens], np.float32)
+
+  prompts = [Prompt(i, np.array([1, 2], np.int32), "the one prompt", "") for i in range(5)]
+  engine, temperatures = _Engine(), []
+  submit = engine.submit
+  engine.submit = lambda request: (temperatures.append(request.temperature), submit(request))
+  rows = evaluate.sample_prompts(
+    engine, None, prompts, task, reward=reward, num_samples=2, temperature=0.7, max_new_tokens=1, seed=3,
+    path=tmp_path / "samples.jsonl")  # fmt: skip
+  assert temperatures == [0.7] * 10 and sorted(asked) == [2] * 5 + [5]
+  assert len({row["sampled"]["text"] for row in rows}) > 2 and not any("greedy" in row for row in rows)
+  for row in rows:
+    assert row["sampled"]["text"] == f"text {row['sampled']['tokens'][0]}" and len(row["samples"]) == 2
+    assert row["sampled"]["reward"] == row["sampled"]["tokens"][0] % 2
+  summary = evaluate.summarise(rows, ks=(1,))
+  assert summary["sampled"]["mean"] == np.mean([row["sampled"]["tokens"][0] % 2 for row in rows])
+  assert "sampled: reward of 1" in evaluate.summary_table({"model": "m", "task": "t", **summary})
+  assert evaluate.read_finished(tmp_path / "samples.jsonl").keys() == set(range(5))
