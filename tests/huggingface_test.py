@@ -7,6 +7,7 @@ import dataclasses
 import importlib.metadata
 import json
 import pathlib
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -197,6 +198,23 @@ def test_tied_head_that_is_stored_must_be_the_embedding(tmp_path: pathlib.Path, 
       ValueError, match="tie_word_embeddings=true, but lm_head.weight and model.embed_tokens.weight differ"
     ):
       load_model(tmp_path / "model", dtype=jnp.float32)
+
+
+def test_a_stored_tied_head_of_another_shape_is_named_with_both_shapes(tmp_path: pathlib.Path):
+  saved(tmp_path / "model")
+  edit_tensors(tmp_path / "model", lambda tensors: tensors.update({"lm_head.weight": np.zeros((5, 32), np.float32)}))
+  with pytest.raises(ValueError, match=r"lm_head.weight must have the shape \(336, 32\) of model.embed_tokens.weight, "
+                                       r"found \(5, 32\)"):
+    load_model(tmp_path / "model", dtype=jnp.float32)
+
+
+def test_an_absurd_number_of_layers_is_refused_at_once(tmp_path: pathlib.Path):
+  saved(tmp_path / "model")
+  edit_json(tmp_path / "model" / "config.json", num_hidden_layers=10**8)
+  began = time.monotonic()
+  with pytest.raises(ValueError, match="says that there are 100000000 layers, but the checkpoint has 20 tensors"):
+    load_model(tmp_path / "model", dtype=jnp.float32)
+  assert time.monotonic() - began < 10
 
 
 def test_known_buffers_are_skipped(tmp_path: pathlib.Path):

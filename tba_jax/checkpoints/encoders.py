@@ -10,7 +10,7 @@ import jax
 
 from tba_jax.checkpoints.locate import locate
 from tba_jax.checkpoints.stored import open_safetensors, read_json
-from tba_jax.checkpoints.streaming import Put, by_table_name, check_match, load_tree
+from tba_jax.checkpoints.streaming import Put, by_table_name, check_match, check_num_layers, load_tree
 from tba_jax.models import encoder
 from tba_jax.models.encoder import EncoderConfig
 from tba_jax.tokenizer import Tokenizer, load_tokenizer
@@ -40,8 +40,10 @@ def load_encoder(
   cfg = _as_sentence_transformer(cfg, path)
   tokenizer = load_tokenizer(path, generates=False)
   tokenizer = dataclasses.replace(tokenizer, vocab_size=min(cfg.vocab_size, tokenizer.vocab_size))
+  stored = open_safetensors(path)
+  check_num_layers(cfg.num_layers, stored, source)
   entries = encoder.encoder_tensors(cfg)
-  tensors = by_table_name(open_safetensors(path), lambda name: encoder.table_name(cfg, name), entries, source)
+  tensors = by_table_name(stored, lambda name: encoder.table_name(cfg, name), entries, source)
   check_match(
     entries, tensors, skipped=lambda name: encoder.is_unused(cfg, name), hint=f"num_hidden_layers={cfg.num_layers}",
     source=source,

@@ -24,7 +24,7 @@ from tba_jax.checkpoints.gguf import read_gguf
 from tba_jax.checkpoints.locate import locate
 from tba_jax.checkpoints.stored import StoredTensor, open_safetensors, read_json
 from tba_jax.checkpoints.streaming import (
-  OnBytes, Put, by_table_name, check_match, load_tree, no_progress, some)
+  OnBytes, Put, by_table_name, check_match, check_num_layers, load_tree, no_progress, some)
 from tba_jax.models import encoder, hf_names
 from tba_jax.models.transformer import abstract_params
 from tba_jax.models.variants import HARMLESS, ModelConfig, from_huggingface, pad_id, to_huggingface
@@ -68,6 +68,7 @@ def load_model(
       model.tokenizer, stop_ids=tuple(sorted({*model.tokenizer.stop_ids, *extra_stop_ids}))
     )
   cfg, tokenizer = _fit_vocabulary(cfg, tokenizer, source)
+  check_num_layers(cfg.num_layers, tensors, source)
   entries = hf_names.hf_to_tree(cfg)
   tensors = by_table_name(tensors, lambda name: hf_names.table_name(cfg, name), entries, source)
   tied = {hf_names.TIED_NAMES[cfg.family][0]} if cfg.tie_embeddings else set()
@@ -106,8 +107,9 @@ def load_reward_model(
   if "base_config" in config:
     config, shift = _summarisation_config(config, source)
   cfg, tokenizer = _fit_vocabulary(_read_config(config, source), load_tokenizer(path, generates=False), source)
-  body = [entry for entry in hf_names.hf_to_tree(cfg) if entry.path[0] != "lm_head"]
   stored = open_safetensors(path)
+  check_num_layers(cfg.num_layers, stored, source)
+  body = [entry for entry in hf_names.hf_to_tree(cfg) if entry.path[0] != "lm_head"]
   head = hf_names.scalar_head(cfg, stored, source=source)
   tensors = by_table_name(stored, lambda name: hf_names.table_name(cfg, name), [*body, *head], source)
   is_classifier = head[0].hf_name == hf_names.SCALAR_HEADS[0][0]
@@ -180,6 +182,12 @@ def _fit_vocabulary(cfg: ModelConfig, tokenizer: Tokenizer, source: str) -> tupl
 def _check_tied(cfg: ModelConfig, tensors: Mapping[str, StoredTensor], source: str) -> None:
   """A tied head that is stored as well must be the embedding, or one of the two would be lost in silence."""
   head, embedding = hf_names.TIED_NAMES[cfg.family]
+  if head in tensors and tensors[head].shape != tensors[embedding].shape:
+    raise ValueError(
+      f"{source}: config.json says tie_word_embeddings=true, so {head} must have the shape "
+      f"{tensors[embedding].shape} of {embedding}, found {tensors[head].shape}; the checkpoint is damaged, or of "
+      "another model."
+    )
   if head in tensors and not np.array_equal(tensors[head].read(), tensors[embedding].read()):
     raise ValueError(
       f"{source}: config.json says tie_word_embeddings=true, but {head} and {embedding} differ; set it to false if the "

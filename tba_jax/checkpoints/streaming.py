@@ -35,6 +35,15 @@ def some(names: Sequence[str]) -> str:
   return ", ".join(names[:3])
 
 
+def check_num_layers(num_layers: int, tensors: Mapping[str, StoredTensor], source: str) -> None:
+  """Before a table of all layers is made: config.json may say anything. Raises: ValueError."""
+  if num_layers > len(tensors):
+    raise ValueError(
+      f"{source}: config.json says that there are {num_layers} layers, but the checkpoint has {len(tensors)} tensors "
+      "in all; config.json is of another model, or damaged."
+    )
+
+
 def by_table_name(
   tensors: Mapping[str, StoredTensor], table_name: Callable[[str], str], entries: Sequence[HfTensor], source: str
 ) -> dict[str, StoredTensor]:
