@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from tba_jax.disk import Disk
 from tba_jax.metrics import JsonLines, read_jsonl
 
 WARNINGS_FILE = "warnings.jsonl"
@@ -79,12 +80,15 @@ class Alarms:
   """Watches the lines of metrics.jsonl over the last WINDOW_STEPS steps. Each condition is told once a run, and kept in
   workdir/warnings.jsonl as {"step", "name", "text"}."""
 
-  def __init__(self, workdir: str | os.PathLike[str], *, resume_step: int, num_searchers: int, is_async: bool):
+  def __init__(
+    self, workdir: str | os.PathLike[str], *, resume_step: int, num_searchers: int, is_async: bool,
+    disk: Disk | None = None,
+  ):
     """`resume_step` as for `metrics.JsonLines`; `is_async`: else the sides take turns, and how old rows are is
     chosen."""
     path = pathlib.Path(workdir) / WARNINGS_FILE
-    self._file = JsonLines(path, resume_step=resume_step)
-    self._told = {line["name"] for line in read_jsonl(path)}
+    self._file = JsonLines(path, resume_step=resume_step, disk=disk)
+    self._told = {line["name"] for line in read_jsonl(path)} if path.exists() else set()  # a full disk makes no file
     self._alarms = [
       Alarm("zero_reward", _zero, "read rollouts/train.jsonl: does the grader find the answers, is "
             "sample.max_new_tokens too short, can the model do the task at all?"),

@@ -16,10 +16,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tba_jax.disk import AppendedFile, Disk
 from tba_jax.metrics import to_json_line
 
 TIMELINE_FILE = "timeline.jsonl"
 PROFILE_FOLDER = "profile"
+
+_MOST_SPANS = 2000  # kept one by one
 
 
 # --- Timeline ---
@@ -35,26 +38,38 @@ class Span(NamedTuple):
 
 
 class Timeline:
-  """Records spans and appends each, once it ends, to workdir/timeline.jsonl.
+  """Appends every span, once it ends, to workdir/timeline.jsonl, and adds up who did what, and beside whom.
 
   The file's times are seconds since 1970, advanced by a clock that never steps back, so that a resumed run continues
-  it. Questions are answered from the spans of this process; one that is still open counts up to now.
+  it. Questions are answered for the time since `begin`; a span that is still open counts up to now. Of old spans only
+  the sums are kept, so that memory does not grow with the run; one that is added that late counts in the file alone.
   """
 
-  def __init__(self, workdir: str | os.PathLike[str] | None, *, clock: Callable[[], float] = time.monotonic):
-    """`workdir` None: keep the spans in memory only."""
+  def __init__(
+    self, workdir: str | os.PathLike[str] | None, *, disk: Disk | None = None,
+    clock: Callable[[], float] = time.monotonic,
+  ):
+    """`workdir` None: no file."""
     self._clock = clock
     self._epoch_secs = time.time() - clock()
     self._lock = threading.Lock()
     self._spans: list[Span] = []
     self._open: dict[int, Span] = {}  # by a number of its own, with end_secs still unknown
     self._num_opened = 0
+    self._began_secs = self._summed_secs = clock()  # what was before the second is in the sums alone
+    self._sums: Counter[tuple[str, ...]] = Counter()  # see _sum
     self._file = None
     if workdir is not None:
       path = pathlib.Path(workdir) / TIMELINE_FILE
       path.parent.mkdir(parents=True, exist_ok=True)
       _end_torn_line(path)
-      self._file = open(path, "a", encoding="utf-8", newline="\n")
+      self._file = AppendedFile(path, disk=disk)
+
+  def begin(self) -> None:
+    """What counts begins now."""
+    with self._lock:
+      self._began_secs = self._summed_secs = self._clock()
+      self._spans, self._sums = [], Counter()
 
   @contextlib.contextmanager
   def span(self, actor: str, kind: str, **more: Any) -> Iterator[None]:
@@ -91,57 +106,67 @@ class Timeline:
 
   def _keep(self, done: Span, more: Mapping[str, Any]) -> None:
     self._spans.append(done)
-    if self._file is not None and not self._file.closed:
+    if len(self._spans) > _MOST_SPANS:
+      until = float(np.median([span.end_secs for span in self._spans]))
+      self._sums, self._summed_secs = self._sum(until), until
+      self._spans = [span for span in self._spans if span.end_secs > until]
+    if self._file is not None:
       start, end = self._epoch_secs + done.start_secs, self._epoch_secs + done.end_secs
-      self._file.write(
-          to_json_line({"actor": done.actor, "kind": done.kind, "start_secs": start, "end_secs": end, **more}))
-      self._file.flush()
+      self._file.append(
+          to_json_line({"actor": done.actor, "kind": done.kind, "start_secs": start, "end_secs": end, **more}).encode())
 
-  def intervals(self, actors: Collection[str], kinds: Collection[str]) -> np.ndarray:
-    """Times [N, 2] (start, end) at which any of the actors did any of the kinds: disjoint and ascending."""
+  def _sum(self, until_secs: float) -> Counter[tuple[str, ...]]:
+    """Seconds from `begin` on by (actor, kind), and by (actor, kind, other kind) those in which any other actor did
+    that."""
+    clipped: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for span in (*self._spans, *self._open.values()):
+      ends = (max(span.start_secs, self._summed_secs), min(span.end_secs, until_secs))
+      clipped.setdefault((span.actor, span.kind), []).append(ends)
+    busy = {key: union(np.array(ends, np.float64)) for key, ends in clipped.items()}
+    sums = Counter(self._sums)
+    for (actor, kind), own in busy.items():
+      sums[actor, kind] += total_secs(own)
+      for other_kind in {kind for _, kind in busy}:
+        others = [times for (other, what), times in busy.items() if other != actor and what == other_kind]
+        if others:
+          both = union(np.concatenate(others))
+          either = total_secs(union(np.concatenate([own, both])))
+          sums[actor, kind, other_kind] += total_secs(own) + total_secs(both) - either
+    return sums
+
+  def busy_secs(self, actor: str, kind: str) -> float:
+    """Seconds in which the actor did this kind of thing."""
     with self._lock:
-      now = self._clock()
-      chosen = [(span.start_secs, min(span.end_secs, now)) for span in (*self._spans, *self._open.values())
-                if span.actor in actors and span.kind in kinds]
-    return union(np.array(chosen, np.float64).reshape(-1, 2))
+      return self._sum(self._clock())[actor, kind]
 
-  def busy_secs(self, actors: Collection[str], kinds: Collection[str]) -> float:
-    """Seconds in which at least one of the actors did one of the kinds."""
-    return total_secs(self.intervals(actors, kinds))
-
-  def shares(self, actors: Sequence[str], *, since_secs: float, but: Collection[str] = ()) -> dict[str, float]:
-    """Share of the time since `since_secs` (on the timeline's clock) that an actor spent in each kind, on average;
-    nested kinds overlap.
+  def shares(self, actors: Sequence[str], *, but: Collection[str] = ()) -> dict[str, float]:
+    """Share of the time that an actor spent in each kind, on average; nested kinds overlap.
 
     Args:
       but: kinds that are left out.
     """
     with self._lock:
       now = self._clock()
-      secs: Counter[str] = Counter()
-      for span in (*self._spans, *self._open.values()):
-        if span.actor in actors and span.kind not in but:
-          secs[span.kind] += max(0.0, min(span.end_secs, now) - max(span.start_secs, since_secs))
-    whole = len(actors) * (now - since_secs)
+      sums, whole = self._sum(now), len(actors) * (now - self._began_secs)
+    secs: Counter[str] = Counter()
+    for key, value in sums.items():
+      if len(key) == 2 and key[0] in actors and key[1] not in but:
+        secs[key[1]] += value
     return {kind: secs[kind] / whole for kind in sorted(secs)} if whole > 0 else {}
 
-  def busy_overlap(
-    self, actor: str, kinds: Collection[str], *, other_actors: Collection[str], other_kinds: Collection[str]
-  ) -> float:
-    """Share of the actor's busy time in which any other actor was busy too; NaN if the actor never was.
+  def busy_overlap(self, actor: str, kind: str, *, other_kind: str) -> float:
+    """Share of the time in which the actor did `kind` and any other actor did `other_kind`; NaN if the actor never did.
 
-    For "searchers decode during half of the trainer's busy time":
-    `busy_overlap("trainer", {"step"}, other_actors={"searcher0", "searcher1"}, other_kinds={"decode"}) >= 0.5`.
+    For "searchers decode during half of the trainer's steps": `busy_overlap("trainer", "step", other_kind="decode")`.
     """
-    own, others = self.intervals((actor,), kinds), self.intervals(other_actors, other_kinds)
-    busy = total_secs(own)
-    return total_secs(intersection(own, others)) / busy if busy > 0 else float("nan")
+    with self._lock:
+      sums = self._sum(self._clock())
+    return sums[actor, kind, other_kind] / sums[actor, kind] if sums[actor, kind] > 0 else float("nan")
 
   def close(self) -> None:
-    """Ends the file. Spans that end later are still kept in memory."""
-    with self._lock:
-      if self._file is not None:
-        self._file.close()
+    """Ends the file. Spans that end later still count."""
+    if self._file is not None:
+      self._file.close()
 
 
 def _end_torn_line(path: pathlib.Path) -> None:
@@ -163,21 +188,6 @@ def union(intervals: np.ndarray) -> np.ndarray:
   first = np.concatenate([[True], intervals[1:, 0] > reach[:-1]])
   last = np.concatenate([first[1:], [True]])
   return np.stack([intervals[first, 0], reach[last]], axis=1)
-
-
-def intersection(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-  """Times [M, 2] in both; a and b are disjoint and ascending as `union` returns them."""
-  found = []
-  i = j = 0
-  while i < len(a) and j < len(b):
-    start, end = max(a[i, 0], b[j, 0]), min(a[i, 1], b[j, 1])
-    if start < end:
-      found.append((start, end))
-    if a[i, 1] < b[j, 1]:
-      i += 1
-    else:
-      j += 1
-  return np.array(found, np.float64).reshape(-1, 2)
 
 
 def total_secs(intervals: np.ndarray) -> float:

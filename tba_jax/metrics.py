@@ -1,8 +1,9 @@
 """What a run leaves to read: metrics.jsonl, TensorBoard events, rollouts, the progress line, results.
 
-Every file is JSON lines, flushed line by line: a killed process loses at most the line it was writing, and a torn
-last line is dropped by the next reader. JSON is strict: a value that is not finite is written as the string "NaN",
-"Infinity" or "-Infinity". What is measured over time (who was busy when, staleness, waits) lives in meters.py.
+Every file is JSON lines, written line by line: a killed process loses at most the line it was writing, and a torn
+last line is dropped by the next reader. A full disk does not end a run, see disk.py. JSON is strict: a value that is
+not finite is written as the string "NaN", "Infinity" or "-Infinity". What is measured over time (who was busy when,
+staleness, waits) lives in meters.py.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 import numpy as np
+
+from tba_jax.disk import AppendedFile, Disk
 
 METRICS_FILE = "metrics.jsonl"
 RESULTS_FILE = "results.json"
@@ -89,27 +92,28 @@ def read_jsonl(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
 
 
 class JsonLines:
-  """Appends records to a file, each flushed; on opening, cuts what lies beyond the step that the run resumes from."""
+  """Appends records to a file; on opening, cuts what lies beyond the step that the run resumes from."""
 
-  def __init__(self, path: str | os.PathLike[str], *, resume_step: int):
-    """`resume_step`: last step that stands; -1 for a run that starts anew, which empties the file."""
-    self._path = pathlib.Path(path)
-    self._path.parent.mkdir(parents=True, exist_ok=True)
-    if self._path.exists():
-      kept = [record for record in read_jsonl(self._path) if record["step"] <= resume_step]
-      write_atomic(self._path, "".join(map(to_json_line, kept)))
-    self._file = open(self._path, "a", encoding="utf-8", errors="backslashreplace", newline="\n")
-    self._lock = threading.Lock()
+  def __init__(
+    self, path: str | os.PathLike[str], *, resume_step: int, disk: Disk | None = None,
+    comes_again: Callable[[Mapping[str, Any]], bool] = lambda record: False,
+  ):
+    """`resume_step`: last step that stands; -1 for a run that starts anew, which empties the file.
+
+    `comes_again`: whether a record of a step that stands will be written once more, and so must go.
+    """
+    path = pathlib.Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+      kept = [record for record in read_jsonl(path) if record["step"] <= resume_step and not comes_again(record)]
+      write_atomic(path, "".join(map(to_json_line, kept)))
+    self._file = AppendedFile(path, disk=disk)
 
   def write(self, record: Mapping[str, Any]) -> None:
-    line = to_json_line(record)
-    with self._lock:
-      self._file.write(line)
-      self._file.flush()
+    self._file.append(to_json_line(record).encode("utf-8", "backslashreplace"))
 
   def close(self) -> None:
-    with self._lock:
-      self._file.close()
+    self._file.close()
 
 
 class _EventFile:
@@ -119,7 +123,7 @@ class _EventFile:
   for either, so a killed process loses what it had already reported as written.
   """
 
-  def __init__(self, folder: pathlib.Path, *, first_step: int):
+  def __init__(self, folder: pathlib.Path, *, first_step: int, disk: Disk | None):
     """TensorBoard hides what earlier files of the folder hold from `first_step` on."""
     from tensorboardX.proto import event_pb2, summary_pb2
     from tensorboardX.record_writer import masked_crc32c
@@ -128,7 +132,7 @@ class _EventFile:
     folder.mkdir(parents=True, exist_ok=True)
     # TensorBoard reads files in order of their names; nanoseconds keep those of one second apart.
     name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}"
-    self._file = open(folder / name, "xb")
+    self._file = AppendedFile(folder / name, disk=disk)
     self._write(self._event(wall_time=time.time(), file_version="brain.Event:2"))
     start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
     self._write(self._event(wall_time=time.time(), step=first_step, session_log=start))
@@ -141,9 +145,8 @@ class _EventFile:
     # The framing of TFRecord: length, checksum of the length, record, checksum of the record.
     record = event.SerializeToString()
     length = struct.pack("<Q", len(record))
-    self._file.write(length + struct.pack("<I", self._checksum(length)) + record)
-    self._file.write(struct.pack("<I", self._checksum(record)))
-    self._file.flush()
+    checksums = [struct.pack("<I", self._checksum(part)) for part in (length, record)]
+    self._file.append(length + checksums[0] + record + checksums[1])
 
   def close(self) -> None:
     self._file.close()
@@ -152,11 +155,19 @@ class _EventFile:
 class MetricsWriter:
   """The one writer of scalars: metrics.jsonl and events in workdir/tensorboard. Safe from several threads."""
 
-  def __init__(self, workdir: str | os.PathLike[str], *, resume_step: int):
-    """`resume_step`: of the checkpoint that the run goes on from, -1 if none. Later lines and events are dropped."""
+  def __init__(
+    self, workdir: str | os.PathLike[str], *, resume_step: int, evaluates_again: Collection[int] = (),
+    disk: Disk | None = None,
+  ):
+    """`resume_step`: of the checkpoint that the run goes on from, -1 if none. Later lines and events are dropped.
+
+    `evaluates_again`: steps whose evaluations the checkpoint does not know of; were they logged, they come again.
+    """
     workdir = pathlib.Path(workdir)
-    self._lines = JsonLines(workdir / METRICS_FILE, resume_step=resume_step)
-    self._events = _EventFile(workdir / "tensorboard", first_step=resume_step + 1)
+    self._lines = JsonLines(
+        workdir / METRICS_FILE, resume_step=resume_step, disk=disk,
+        comes_again=lambda record: "eval_accuracy" in record and record["step"] in evaluates_again)
+    self._events = _EventFile(workdir / "tensorboard", first_step=resume_step + 1, disk=disk)
     self._lock = threading.Lock()
 
   def write(self, step: int, scalars: Mapping[str, Any]) -> None:
@@ -177,8 +188,12 @@ class MetricsWriter:
 class RolloutLog:
   """Sampled rollouts for people to read: workdir/rollouts/<kind>.jsonl, one a line, prompt and response as text."""
 
-  def __init__(self, workdir: str | os.PathLike[str], *, resume_step: int):
-    self._folder = pathlib.Path(workdir) / "rollouts"
+  def __init__(
+    self, workdir: str | os.PathLike[str], *, resume_step: int, evaluates_again: Collection[int] = (),
+    disk: Disk | None = None,
+  ):
+    """Arguments: as `MetricsWriter`."""
+    self._folder, self._disk, self._evaluates_again = pathlib.Path(workdir) / "rollouts", disk, evaluates_again
     self._folder.mkdir(parents=True, exist_ok=True)
     self._resume_step = resume_step
     self._lock = threading.Lock()
@@ -186,7 +201,9 @@ class RolloutLog:
     self._files = {path.stem: self._open(path.stem) for path in sorted(self._folder.glob("*.jsonl"))}
 
   def _open(self, kind: str) -> JsonLines:
-    return JsonLines(self._folder / f"{kind}.jsonl", resume_step=self._resume_step)
+    again = self._evaluates_again if kind == "eval" else ()
+    return JsonLines(self._folder / f"{kind}.jsonl", resume_step=self._resume_step, disk=self._disk,
+                     comes_again=lambda record: record["step"] in again)
 
   def write(
     self, step: int, *, prompt: str, response: str, reward: float, version: int, num_prompt_tokens: int,

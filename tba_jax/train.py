@@ -23,8 +23,9 @@ from ml_collections import ConfigDict
 from tba_jax import build, build_remote, metrics, sharding
 from tba_jax import config as config_lib
 from tba_jax.alarms import Alarms
-from tba_jax.checkpoints.run_state import RunState
+from tba_jax.checkpoints.run_state import RunState, Snapshot
 from tba_jax.deadlines import Heartbeat, Watchdog
+from tba_jax.disk import Disk
 from tba_jax.meters import Profile, Timeline, WaitMeter
 from tba_jax.runtime.local import run_async
 from tba_jax.runtime.lockstep import run_lockstep
@@ -86,7 +87,8 @@ def _run(config: ConfigDict, folder: pathlib.Path, stop: StopFlag, stack: contex
   eval_prompts = task.eval_prompts()[: config.eval.size or None]
 
   # --- Searchers: reference, engines ---
-  timeline = Timeline(folder)
+  disk = Disk(say)
+  timeline = Timeline(folder, disk=disk)
   stack.callback(timeline.close)
   if cluster is None:
     weights, make_searcher = build.build_searchers(config, cfg, task, params, searcher_devices, timeline.span)
@@ -107,17 +109,17 @@ def _run(config: ConfigDict, folder: pathlib.Path, stop: StopFlag, stack: contex
       _like(trainer.state), weights.abstract(trainer.state.params, searcher=0),
       None if reference is None else _like(reference.state()))
   steps_done = -1 if snapshot is None else snapshot.step
+  logs = dict(resume_step=steps_done, disk=disk, evaluates_again=_evaluates_again(snapshot))
   with as_config_error(str(folder)):
-    writer = metrics.MetricsWriter(folder, resume_step=steps_done)
-    rollouts = metrics.RolloutLog(folder, resume_step=steps_done)
-    alarms = Alarms(folder, resume_step=steps_done, num_searchers=len(searchers),
+    writer, rollouts = metrics.MetricsWriter(folder, **logs), metrics.RolloutLog(folder, **logs)
+    alarms = Alarms(folder, resume_step=steps_done, disk=disk, num_searchers=len(searchers),
                     is_async=config.runtime.mode == "async")
   progress = metrics.Progress(config.train.steps, start_step=max(0, steps_done))
   profile = Profile(folder, steps=config.log.profile_steps, say=progress.message)
   for closes in (writer, rollouts, alarms, progress, profile):
     stack.callback(closes.close)
-  run_state.say = progress.message
-  order_log = OrderLog(folder) if config.runtime.mode == "async" else None
+  run_state.say = disk.say = progress.message
+  order_log = OrderLog(folder, disk=disk) if config.runtime.mode == "async" else None
   the_run = Run(
       settings=build.run_settings(config), task=task, eval_prompts=eval_prompts, trainer=trainer, reference=reference,
       searchers=searchers, make_searcher=make_searcher, exchange=exchange, weights=weights, run_state=run_state,
@@ -130,8 +132,8 @@ def _run(config: ConfigDict, folder: pathlib.Path, stop: StopFlag, stack: contex
     the_run.resume(snapshot)
     progress.message(f"resumed at step {the_run.step} of {config.train.steps}, version {trainer.version}")
   if order_log is not None:
-    stack.callback(order_log.close)
     order_log.cut(exchange.num_events)
+    stack.callback(order_log.close)
     exchange.on_event = order_log.write
   if snapshot is None:
     the_run.publish(wait=True)
@@ -142,9 +144,14 @@ def _run(config: ConfigDict, folder: pathlib.Path, stop: StopFlag, stack: contex
   code = _drive(the_run, folder)
   if code == DONE and not stop.is_set():
     results = the_run.results()
-    metrics.write_results(folder, results)
     progress.close()
     print(metrics.results_table(results), end="", flush=True)
+    try:
+      metrics.write_results(folder, results)
+    except OSError as error:
+      say(f"error: {folder / metrics.RESULTS_FILE} cannot be written ({error.strerror}); make room on the disk, and "
+          "the same command goes on from the last checkpoint")
+      return FAULT
     say(f"a page to look at: python -m tba_jax.report {folder}")
     if config.train.steps and not results["logprob_tokens_compared"]:
       say("error: not one group could be compared with the trainer's log-probabilities: none was sampled by weights of "
@@ -203,6 +210,14 @@ def _driver(settings: RunSettings) -> Callable[[Run], None]:
   if settings.replay_order:
     return functools.partial(run_replay, source=pathlib.Path(settings.replay_order).expanduser())
   return run_async if settings.mode == "async" else run_lockstep
+
+
+def _evaluates_again(snapshot: Snapshot | None) -> set[int]:
+  """Steps whose evaluations a resumed run makes, for its checkpoint was written before they were over."""
+  if snapshot is None:
+    return set()
+  last = snapshot.meta["totals"]["last_eval_step"]
+  return {step for step in (0, snapshot.step) if step > last}
 
 
 def _like(tree: Any) -> Any:

@@ -7,6 +7,8 @@ import pytest
 from rollouts import make_buffer, make_group
 from scipy import stats as scipy_stats
 
+DRAWS = pytest.mark.parametrize("num_draws", [10_000, pytest.param(100_000, marks=pytest.mark.slow)])
+
 
 def recent_and_old(*, num_old, num_recent, **settings):
   """Prompts 0.. are old, those from num_old on are recent; 4 rows each."""
@@ -45,8 +47,9 @@ def test_recent_is_what_arrived_between_the_last_two_publishes_and_since():
   assert buffer.draw(num_prompts=1, responses_per_prompt=3, version=3).occurrences.tolist() == [9, 9, 9]
 
 
-def test_share_of_recent_prompts_and_of_every_old_one_is_as_stated():
-  m, num_old, num_recent, num_draws = 0.6, 6, 3, 10_000
+@DRAWS
+def test_share_of_recent_prompts_and_of_every_old_one_is_as_stated(num_draws: int):
+  m, num_old, num_recent = 0.6, 6, 3
   buffer = recent_and_old(num_old=num_old, num_recent=num_recent, recent_fraction=m)
   prompts = [buffer.draw(num_prompts=1, responses_per_prompt=2, version=0).prompt_ids[0] for _ in range(num_draws)]
   counts = np.bincount(prompts, minlength=9)
@@ -58,9 +61,10 @@ def test_share_of_recent_prompts_and_of_every_old_one_is_as_stated():
   assert scipy_stats.chisquare(observed, expected).pvalue > 1e-3
 
 
+@DRAWS
 @pytest.mark.parametrize("priority", ["uniform", "reward"])
-def test_responses_of_a_prompt_come_by_priority(priority):
-  rewards, temperature, num_draws = np.array([0.0, 0.5, 1.0, 2.0]), 0.8, 10_000
+def test_responses_of_a_prompt_come_by_priority(priority, num_draws: int):
+  rewards, temperature = np.array([0.0, 0.5, 1.0, 2.0]), 0.8
   buffer = make_buffer(recent_fraction=0.0, priority=priority, priority_temperature=temperature)
   rng = np.random.default_rng(3)
   for prompt_id in range(5):
@@ -76,9 +80,10 @@ def test_responses_of_a_prompt_come_by_priority(priority):
   assert np.trace(observed) == 0 and scipy_stats.chisquare(observed[off], table[off] * num_draws).pvalue > 1e-3
 
 
+@DRAWS
 @pytest.mark.parametrize("priority", ["uniform", "reward"])
-def test_one_prompt_tosses_the_coin_for_each_response(priority):
-  temperature, num_draws = 0.5, 10_000
+def test_one_prompt_tosses_the_coin_for_each_response(priority, num_draws: int):
+  temperature = 0.5
   buffer, rng = (
     make_buffer(
       single_prompt=True,
@@ -106,7 +111,8 @@ def test_one_prompt_tosses_the_coin_for_each_response(priority):
   assert short.valid.sum() == 6 and len(set(short.rows[short.valid])) == 6
 
 
-def test_residuals_choose_prompts_and_one_weight_per_group_undoes_it():
+@DRAWS
+def test_residuals_choose_prompts_and_one_weight_per_group_undoes_it(num_draws: int):
   buffer, rng = (
     make_buffer(recent_fraction=0.0, priority="residual", priority_temperature=2.0),
     np.random.default_rng(5),
@@ -119,7 +125,6 @@ def test_residuals_choose_prompts_and_one_weight_per_group_undoes_it():
   buffer.update_priorities(draw.rows, -residuals)
   p = np.sqrt(np.array([0.1, 0.4, 1.0, 5.0]) + 1e-3)
   p /= p.sum()
-  num_draws = 10_000
   draws = [buffer.draw(num_prompts=1, responses_per_prompt=3, version=0) for _ in range(num_draws)]
   prompts = np.array([draw.prompt_ids[0] for draw in draws])
   assert scipy_stats.chisquare(np.bincount(prompts, minlength=4), p * num_draws).pvalue > 1e-3

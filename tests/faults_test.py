@@ -3,6 +3,7 @@ the real thing."""
 
 from __future__ import annotations
 
+import collections
 import errno
 import itertools
 import threading
@@ -12,6 +13,7 @@ import pytest
 
 from tba_jax.checkpoints import run_state
 from tba_jax.checkpoints.segments import SegmentStore
+from tba_jax.disk import AppendedFile
 from tba_jax.runtime.run import Run
 from tba_jax.runtime.settings import StopFlag
 from tba_jax.searcher import Searcher
@@ -229,3 +231,37 @@ def test_a_disk_that_is_full_for_a_while_costs_a_checkpoint_and_not_the_run(tmp_
           "checkpoint of step 2 stands") in said
   assert runs.run(config, tmp_path / "run") == 0
   assert runs.untimed(tmp_path / "run") == runs.untimed(tmp_path / "whole")
+
+
+def test_a_disk_that_takes_no_metrics_for_a_while_does_not_end_the_run_and_nothing_is_lost(
+    tmp_path, monkeypatch, capsys):
+  config = runs.short_config(devices__searchers=1, train__steps=8)
+  full, write, after_step = threading.Event(), AppendedFile._write, Run.after_step
+
+  def refusing(self, record):
+    if full.is_set():
+      raise OSError(errno.ENOSPC, "No space left on device")
+    write(self, record)
+
+  def watched(self):
+    after_step(self)
+    if self.step in (2, 5):
+      full.set() if self.step == 2 else full.clear()
+      lengths.append(len((tmp_path / "run" / "metrics.jsonl").read_bytes()))
+
+  def counted(self, record):
+    appended[self.path] += 1
+    append(self, record)
+
+  lengths, appended, append = [], collections.Counter(), AppendedFile.append
+  monkeypatch.setattr(AppendedFile, "append", counted)
+  monkeypatch.setattr(AppendedFile, "_write", refusing)
+  monkeypatch.setattr(Run, "after_step", watched)
+  assert runs.run(config, tmp_path / "run") == 0
+  said = capsys.readouterr().err
+  assert said.count("No space left on device") == 1 and said.count("the disk takes files again") == 1
+  assert "cannot be written (No space left on device); training goes on" in said
+  assert lengths[0] == lengths[-1], "nothing reached the disk meanwhile"
+  assert [line["step"] for line in runs.lines(tmp_path / "run") if "loss" in line] == list(range(1, 9))
+  for name in ("metrics.jsonl", "rollouts/train.jsonl", "timeline.jsonl", "consumption.jsonl"):
+    assert len(runs.lines(tmp_path / "run", name)) == appended[tmp_path / "run" / name] > 0, name

@@ -14,6 +14,7 @@ PACKAGE = pathlib.Path(__file__).resolve().parent.parent / "tba_jax"
 ORDER = (
     ("types",),
     ("deadlines",),
+    ("disk",),
     ("losses",),
     ("config_schema",),
     ("config_rules",),

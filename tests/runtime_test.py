@@ -4,6 +4,7 @@ real thing."""
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import threading
 import time
 
@@ -16,6 +17,7 @@ from tba_jax.checkpoints import run_state
 from tba_jax.config import ConfigError
 from tba_jax.models import transformer
 from tba_jax import build, metrics
+from tba_jax.runtime.run import Run
 from tba_jax.runtime.settings import StopFlag
 from tba_jax.runtime.trainer import Trainer
 from tba_jax.tasks.arithmetic import ArithmeticTask
@@ -89,6 +91,28 @@ def test_lockstep_stopped_and_resumed_is_bitwise_the_unbroken_run(tmp_path, monk
   timed = ("second", "searchers_decode", "shares")
   assert {k: v for k, v in whole.items() if not any(word in k for word in timed)} == {
       k: v for k, v in broken.items() if not any(word in k for word in timed)}
+
+
+@pytest.mark.parametrize("at", [0, 4])
+def test_an_evaluation_that_was_logged_and_not_saved_is_not_there_twice(tmp_path, monkeypatch, at):
+  """The folder as a kill leaves it right after an evaluation: the checkpoint of the same step does not know of it."""
+  config = runs.short_config(runtime__mode="lockstep", eval__every_steps=2, checkpoint__every_steps=4)
+  record = Run.record_evaluation
+
+  def copied(self, result, *, step):
+    record(self, result, step=step)
+    if step == at:
+      self.run_state.join()
+      shutil.copytree(tmp_path / "whole", tmp_path / "killed")
+
+  with monkeypatch.context() as patch:
+    patch.setattr(Run, "record_evaluation", copied)
+    assert runs.run(config, tmp_path / "whole") == 0
+  assert runs.lines(tmp_path / "killed")[-1]["step"] == at
+  assert runs.run(config, tmp_path / "killed") == 0
+  assert runs.untimed(tmp_path / "killed") == runs.untimed(tmp_path / "whole")
+  for name in ("rollouts/eval.jsonl", "rollouts/train.jsonl"):
+    assert runs.lines(tmp_path / "killed", name) == runs.lines(tmp_path / "whole", name)
 
 
 def test_a_stop_in_the_middle_of_decoding_repeats_the_same_rollouts(tmp_path, monkeypatch):

@@ -73,6 +73,23 @@ def test_a_signal_in_async_mode_ends_all_threads_within_ten_seconds(tmp_path, ca
   assert any(path.name.isdigit() for path in (tmp_path / "run" / "checkpoints").iterdir())
 
 
+def test_a_second_ctrl_c_ends_the_process_at_once_with_130(tmp_path, cache):
+  process = _start(tmp_path / "run", "--config.train.steps=100000", cache=cache)
+  _wait_for_step(process, tmp_path / "run", 1)
+  process.send_signal(signal.SIGINT)
+  said = b""
+  while b"Ctrl-C again stops at once" not in said:
+    more = os.read(process.stderr.fileno(), 65536)
+    assert more, said
+    said += more
+  process.send_signal(signal.SIGINT)
+  began = time.monotonic()
+  process.communicate(timeout=60)
+  assert process.returncode == 130 and time.monotonic() - began < 2
+  written = list((tmp_path / "run" / "checkpoints").glob("[0-9]*"))
+  assert not written, "one Ctrl-C writes a checkpoint, the second stops that"
+
+
 def test_kill_9_goes_on_from_the_last_checkpoint_to_the_same_bits(tmp_path, cache):
   flags = ("--config.runtime.mode=lockstep", "--config.checkpoint.every_steps=2")
   whole, broken = tmp_path / "whole", tmp_path / "broken"

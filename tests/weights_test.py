@@ -59,6 +59,23 @@ def test_every_searcher_sees_one_version_whole_under_concurrent_publishing():
   assert [next(iter(store.latest(i).params["w0"].devices())) for i in range(2)] == devices[1:]
 
 
+def test_a_searchers_device_never_holds_more_than_two_versions(monkeypatch):
+  trainer, searcher = jax.devices()[:2]
+  shape, most, block = (33, 7), [], jax.block_until_ready
+  live = lambda: sum(x.shape == shape and x.devices() == {searcher} for x in jax.live_arrays())
+
+  def counted(tree):
+    block(tree)
+    most.append(live())
+
+  store = _store([searcher])
+  monkeypatch.setattr(jax, "block_until_ready", counted)
+  for version in range(6):
+    store.publish({"a": jax.device_put(np.full(shape, version, np.float32), trainer)}, version)
+  store.join()
+  assert max(most) == 2 and live() == 1
+
+
 def test_failed_transfer_raises_and_keeps_the_old_label(monkeypatch):
   store = _store(jax.devices()[:1])
   params = {"a": jnp.ones(4)}

@@ -4,23 +4,23 @@ on as if unbroken.
 Under `<workdir>/checkpoints/<step>/`: `train` (TrainState; with LoRA its parameters are the adapters), `published`
 (what was moved to searchers, when they did not hold the trainer's newest), `buffer` (index, counts and priorities of
 the replay buffer's live rows) and `meta` (ledger, random generators, counters; JSON). The tokens of the rows are in the
-segment files of `<workdir>/rollout_segments/`, of which `meta` holds the list: segments are written first, then the
-step, and what no step needs is removed last. Beside the steps, `<workdir>/initial/` holds the parameters of version 0,
-which are the reference policy, and `<workdir>/model/` the model's config.json and tokenizer, so that a workdir can be
-resumed and exported without the folder that the model came from.
+segment files of `<workdir>/rollout_segments/`, of which `meta` holds the list: segments are written first, most of them
+beside training as rows arrive (`RunState.spill`), then the step, and what no step needs is removed last. Beside the
+steps, `<workdir>/initial/` holds the parameters of version 0, which are the reference policy, and `<workdir>/model/`
+the model's config.json and tokenizer, so that a workdir can be resumed and exported without the folder that the model
+came from.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
 import os
 import pathlib
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from absl import logging
 import jax
@@ -28,13 +28,13 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from tba_jax.checkpoints.segments import SegmentStore
+from tba_jax.checkpoints.segments import SEGMENT_ROWS, SegmentStore
 from tba_jax.deadlines import Hung, join_thread
+from tba_jax.disk import DISK_ERRORS
 from tba_jax.types import TrainState
 
 # Of the buffer's arrays: those that segments hold.
 SEGMENT_COLUMNS = {"tokens": np.int32, "log_mu": np.float32, "log_ref": np.float32}
-_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}  # what a full or failing disk says
 _EMPTY = "empty_arrays"  # orbax refuses arrays of size 0; their shapes travel in the meta item
 
 
@@ -54,13 +54,29 @@ class Snapshot:
   reference: Any = None
 
 
+class LiveRows(Protocol):
+  """What a spill needs of the replay buffer."""
+
+  def live_keys(self) -> tuple[np.ndarray, np.ndarray]:
+    """Handles and keys of all live rows, oldest first."""
+
+  def copy_rows(self, handles: np.ndarray) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+    """Keys, lengths and packed columns of those that are still live."""
+
+
 class _Writing:
   """A write under way in a thread of its own, which does not keep a process alive that is to end."""
 
-  def __init__(self, write: Callable[[], None], step: int):
-    self.step, self.error, self._write = step, None, write
+  def __init__(self, write: Callable[[], None], what: str):
+    self.what, self.error, self._write = what, None, write
     self.thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
     self.thread.start()
+
+  def join(self, timeout_secs: float) -> None:
+    """Waits for its end. Raises: Hung if it takes too long."""
+    if not join_thread(self.thread, secs=timeout_secs):
+      raise Hung(f"{self.what} not written after {timeout_secs:g} s (thread {self.thread.name}, "
+                 f"runtime.hang_secs={timeout_secs:g})")
 
   def _run(self) -> None:
     try:
@@ -69,12 +85,16 @@ class _Writing:
       self.error = error
 
 
+def _under_way(writing: _Writing | None) -> bool:
+  return writing is not None and writing.thread.is_alive()
+
+
 def _disk_says(error: BaseException | None) -> str | None:
   """What a full, failing or slow disk said, if that is behind an exception."""
   while error is not None:
     if isinstance(error, TimeoutError):
       return "timed out"  # also what orbax, which goes by the wall clock, says when that jumps
-    if isinstance(error, OSError) and error.errno in _DISK:
+    if isinstance(error, OSError) and error.errno in DISK_ERRORS:
       return os.strerror(error.errno)
     error = error.__cause__ or error.__context__
   return None
@@ -120,12 +140,65 @@ class RunState:
     self._segments = SegmentStore(self.workdir / "rollout_segments", SEGMENT_COLUMNS)
     self._names_of_step: dict[int, list[str]] = {}
     self._writing: _Writing | None = None
+    self._spilling: _Writing | None = None
+    self._may_spill, self._spill_lock = True, threading.Lock()
+    self._spilled_at = 0
     self.num_failed = 0
 
   def missing(self, keys: np.ndarray) -> np.ndarray:
     """Which rows' tokens the next `save` has to bring, see `ReplayBuffer.state_dict`; no save may be under way."""
     assert self._writing is None
-    return self._segments.missing(keys)
+    if not self.is_spilling():
+      self._end_spill()
+    with self._spill_lock:  # what a spill has promised by now is waited for beside training, and it promises no more
+      self._may_spill = False
+      return self._segments.missing(keys)
+
+  def spill(self, buffer: LiveRows, num_arrived: int) -> None:
+    """Begins to write rows that no segment holds, in whole segments and beside training; the rest is left to `save`.
+
+    To be called after every step. Does nothing where hardly any row has arrived, or something is being written.
+
+    Args:
+      num_arrived: rows that ever came into the buffer.
+    Raises: what an earlier spill failed with, other than for the disk.
+    """
+    if num_arrived - self._spilled_at < SEGMENT_ROWS or _under_way(self._writing) or self.is_spilling():
+      return
+    self._end_spill()
+    self._spilled_at, self._may_spill = num_arrived, True
+    self._spilling = _Writing(lambda: self._spill(buffer), "rows of the replay buffer are")
+
+  def is_spilling(self) -> bool:
+    """Whether rows are being written beside training."""
+    return _under_way(self._spilling)
+
+  def _spill(self, buffer: LiveRows) -> None:
+    handles, keys = buffer.live_keys()
+    with self._spill_lock:
+      if not self._may_spill:
+        return
+      missing = self._segments.missing(keys)
+    handles = handles[missing]
+    for first in range(0, len(handles) - SEGMENT_ROWS + 1, SEGMENT_ROWS):
+      copied, lengths, columns = buffer.copy_rows(handles[first:first + SEGMENT_ROWS])
+      with self._spill_lock:  # not before the copy: a row may leave, and a checkpoint must not count on it
+        if not self._may_spill or not len(copied):
+          return
+        name = self._segments.promise(copied)
+      self._segments.fulfil(name, copied, lengths, columns)
+    self._remove_segments()
+
+  def _end_spill(self) -> None:
+    """Of a spill that is over: the disk's refusal is said, for the rows are not lost; anything else is raised."""
+    spilling, self._spilling = self._spilling, None
+    if spilling is None or spilling.error is None:
+      return
+    reason = _disk_says(spilling.error)
+    if reason is None:
+      raise spilling.error
+    self.say(f"error: rows of the replay buffer could not be written ({reason}); training goes on, and the next "
+             "checkpoint tries again; make room on the disk")
 
   def save(self, snapshot: Snapshot, *, wait: bool = False) -> None:
     """Writes one step; it counts only when all of it is on disk.
@@ -138,15 +211,23 @@ class RunState:
       # A copy: the next optimizer step is given the trainer's own buffers, and writes over them.
       state, reference = self._copy((snapshot.train_state, snapshot.reference), np.eye(32, dtype=np.float32))[0]
       copied = dataclasses.replace(snapshot, train_state=state, reference=reference)
-      self._writing = _Writing(lambda: self._write(copied), snapshot.step)
+      spilling, self._spilling = self._spilling, None
+      names = self._segments.names
+      what = f"the checkpoint of step {snapshot.step} is"
+      self._writing = _Writing(lambda: self._write(copied, names, spilling), what)
     if wait:
       self.join()
 
-  def _write(self, snapshot: Snapshot) -> None:
+  def _write(self, snapshot: Snapshot, names: list[str], spilling: _Writing | None) -> None:
+    """`names`: of the segments that the snapshot counts on; `spilling`: what still writes the last of them."""
     try:
-      self._write_segments(snapshot.buffer)
-      self._write_step(snapshot)
-      self._names_of_step[snapshot.step] = self._segments.names
+      if spilling is not None:
+        spilling.join(self._timeout_secs)
+        if spilling.error is not None:
+          raise spilling.error
+      names = [*names, *self._write_segments(snapshot.buffer)]
+      self._write_step(snapshot, names)
+      self._names_of_step[snapshot.step] = names
       self._remove_segments()
     except Exception as error:  # of the disk: said here; anything else is raised by whoever joins
       reason = _disk_says(error)
@@ -158,19 +239,19 @@ class RunState:
                (f"the checkpoint of step {stands} stands" if stands is not None else "there is no older one") +
                "; make room on the disk")
 
-  def _write_segments(self, buffer: dict[str, np.ndarray]) -> None:
+  def _write_segments(self, buffer: dict[str, np.ndarray]) -> list[str]:
     if not buffer:
-      return
+      return []
     chosen = np.isin(buffer["rows"], buffer["token_rows"], assume_unique=True)  # in one order in both
-    self._segments.write(buffer["key"][chosen], buffer["length"][chosen],
-                         {name: buffer[name] for name in SEGMENT_COLUMNS})
+    return self._segments.write(buffer["key"][chosen], buffer["length"][chosen],
+                                {name: buffer[name] for name in SEGMENT_COLUMNS})
 
-  def _write_step(self, snapshot: Snapshot) -> None:
+  def _write_step(self, snapshot: Snapshot, names: list[str]) -> None:
     index = {name: array for name, array in snapshot.buffer.items() if name not in (*SEGMENT_COLUMNS, "token_rows")}
     arrays = {name: array for name, array in index.items() if array.size}
     empty = {name: [list(a.shape), str(a.dtype)] for name, a in index.items() if not a.size}
     meta = {**snapshot.meta, _EMPTY: empty, "step": snapshot.step, "has_published": snapshot.published is not None,
-            "segments": self._segments.names if snapshot.buffer else None}
+            "segments": names if snapshot.buffer else None}
     items = {"train": ocp.args.StandardSave(snapshot.train_state), "meta": ocp.args.JsonSave(meta)}
     if arrays:
       items["buffer"] = ocp.args.StandardSave(arrays)
@@ -186,6 +267,7 @@ class RunState:
     for step in steps:
       if step not in self._names_of_step:
         self._names_of_step[step] = self._read_meta(step)["segments"] or []
+    self._names_of_step = {step: self._names_of_step[step] for step in steps}
     self._segments.remove_except({name for step in steps for name in self._names_of_step[step]})
 
   def restore(self, train_state: TrainState, published: Any, reference: Any = None) -> Snapshot | None:
@@ -247,13 +329,16 @@ class RunState:
     writing, self._writing = self._writing, None
     if writing is None:
       return
-    if not join_thread(writing.thread, secs=self._timeout_secs):
-      raise Hung(f"the checkpoint of step {writing.step} is not written after {self._timeout_secs:g} s (thread "
-                 f"{writing.thread.name}, runtime.hang_secs={self._timeout_secs:g})")
+    writing.join(self._timeout_secs)
     if writing.error is not None:
       raise writing.error
 
   def close(self) -> None:
+    """Ends the writing of rows; a checkpoint under way is for `join`."""
+    with self._spill_lock:
+      self._may_spill = False
+    if self._spilling is not None:
+      self._spilling.join(self._timeout_secs)
     self._manager.close()
 
   def has_initial(self) -> bool:

@@ -1,7 +1,7 @@
 """Rows of the replay buffer on disk: immutable, checksummed files that are added and removed whole, never changed.
 
-A row is written once, by the first checkpoint that finds it alive, under a key that changes if its contents do. So a
-checkpoint costs what is new, not what is there. It knows nothing of buffers: rows are keys, lengths and packed columns.
+A row is written once, under a key that changes if its contents do. So a checkpoint costs what is new, not what is
+there. It knows nothing of buffers: rows are keys, lengths and packed columns.
 
 A file is one line of JSON {"bytes", "checksum"} and then arrays in the safetensors format.
 """
@@ -14,6 +14,7 @@ import json
 import os
 import pathlib
 import secrets
+import threading
 from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
@@ -34,17 +35,22 @@ class DamagedSegment(ValueError):
 
 
 class SegmentStore:
-  """The segments of one run, in the order that a checkpoint lists them. For one thread at a time."""
+  """The segments of one run, in the order that a checkpoint lists them.
+
+  One thread may write while another asks: rows that are promised count as written.
+  """
 
   def __init__(self, folder: str | os.PathLike, columns: Mapping[str, type]):
     """`columns`: name and dtype of what there is for each token of a row."""
     self._folder, self._columns = pathlib.Path(folder), dict(columns)
     self._segments: list[_Segment] = []
+    self._lock = threading.Lock()
 
   @property
   def names(self) -> list[str]:
     """What a checkpoint has to remember."""
-    return [segment.name for segment in self._segments]
+    with self._lock:
+      return [segment.name for segment in self._segments]
 
   def missing(self, keys: np.ndarray) -> np.ndarray:
     """Which of the live rows have to be written before a checkpoint of them: bool [n].
@@ -55,16 +61,38 @@ class SegmentStore:
       keys: of all live rows, int64 [n], each once.
     """
     held, kept = np.zeros(len(keys), bool), []
-    for segment in self._segments:
-      alive = np.isin(keys, segment.keys, assume_unique=True)
-      if alive.sum() >= _SPARSE * len(segment.keys):
-        kept.append(segment)
-        held |= alive
-    self._segments = kept
+    with self._lock:
+      for segment in self._segments:
+        alive = np.isin(keys, segment.keys, assume_unique=True)
+        if alive.sum() >= _SPARSE * len(segment.keys):
+          kept.append(segment)
+          held |= alive
+      self._segments = kept
     return ~held
 
-  def write(self, keys: np.ndarray, lengths: np.ndarray, columns: Mapping[str, np.ndarray]) -> None:
-    """Appends rows as new segments, on disk when it returns.
+  def promise(self, keys: np.ndarray) -> str:
+    """Lists a segment of rows that are in the caller's hands, each key once. Returns its name, for `fulfil`."""
+    name = f"{int(keys[0]):012d}-{secrets.token_hex(4)}.rows"  # a resumed run may repeat keys, never names
+    with self._lock:
+      self._segments.append(_Segment(name, np.ascontiguousarray(keys)))
+    return name
+
+  def fulfil(self, name: str, keys: np.ndarray, lengths: np.ndarray, columns: Mapping[str, np.ndarray]) -> None:
+    """Writes a promised segment; it is on disk when this returns.
+
+    Raises: OSError if it cannot be written. It is then not listed any more, and nothing of its file is left.
+    """
+    arrays = {key: np.ascontiguousarray(columns[key], dtype) for key, dtype in self._columns.items()}
+    arrays |= {"key": np.ascontiguousarray(keys), "length": np.ascontiguousarray(lengths)}
+    try:
+      self._write_file(name, safetensors.numpy.save(arrays))
+    except BaseException:
+      with self._lock:
+        self._segments = [segment for segment in self._segments if segment.name != name]
+      raise
+
+  def write(self, keys: np.ndarray, lengths: np.ndarray, columns: Mapping[str, np.ndarray]) -> list[str]:
+    """Appends rows as new segments, on disk when it returns; returns their names.
 
     Args:
       keys, lengths: int64, int32 [n].
@@ -72,14 +100,13 @@ class SegmentStore:
     Raises: OSError if they cannot be written; nothing of the file that failed is left.
     """
     ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    names = []
     for first in range(0, len(keys), SEGMENT_ROWS):
       last = min(first + SEGMENT_ROWS, len(keys))
-      arrays = {name: np.ascontiguousarray(columns[name][ends[first]:ends[last]], dtype)
-                for name, dtype in self._columns.items()}
-      arrays |= {"key": np.ascontiguousarray(keys[first:last]), "length": np.ascontiguousarray(lengths[first:last])}
-      name = f"{int(keys[first]):012d}-{secrets.token_hex(4)}.rows"  # a resumed run may repeat keys, never names
-      self._write_file(name, safetensors.numpy.save(arrays))
-      self._segments.append(_Segment(name, arrays["key"]))
+      part = {name: columns[name][ends[first]:ends[last]] for name in self._columns}
+      names.append(self.promise(keys[first:last]))
+      self.fulfil(names[-1], keys[first:last], lengths[first:last], part)
+    return names
 
   def _write_file(self, name: str, payload: bytes) -> None:
     self._folder.mkdir(parents=True, exist_ok=True)
@@ -126,7 +153,8 @@ class SegmentStore:
       raise DamagedSegment(f"{self._folder}: {int(wanted.sum())} rows of the buffer are in none of the {len(names)} "
                            "segments that the checkpoint lists")
     columns = self._gather(parts, len(keys))
-    self._segments = segments
+    with self._lock:
+      self._segments = segments
     return columns
 
   def _gather(self, parts: Sequence[tuple], num_rows: int) -> dict[str, np.ndarray]:

@@ -22,6 +22,7 @@ from tba_jax.replay.checks import (
   MIN_ROWS, check_draw, check_group, check_group_fits, check_residuals, check_settings, check_state,
 )
 from tba_jax.replay.choice import TbaChoice
+from tba_jax.replay.copies import RowCopies
 from tba_jax.replay.indexes import ResponseIndex, VersionIndex, distinct_samples, hash_response
 from tba_jax.replay.near_duplicates import NearRows
 from tba_jax.replay.store import RowStore
@@ -38,7 +39,7 @@ class NotEnoughData(Exception):
   """The buffer cannot give the batch that was asked for yet; nothing was drawn."""
 
 
-class ReplayBuffer:
+class ReplayBuffer(RowCopies):
   """See the module. Every row that was ever added is live, or in exactly one of these counters of `stats()`:
   duplicates, near_duplicates, evicted_capacity, evicted_prompt_capacity, evicted_age, evicted_uses, discarded.
   """

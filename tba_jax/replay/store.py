@@ -190,9 +190,13 @@ class RowStore:
     """The rows of those handles that are live; int64, in the order given."""
     return handles[self.is_live(handles)] % self.capacity
 
+  def live_rows_unordered(self) -> np.ndarray:
+    """All live rows by their numbers; O(n)."""
+    return np.flatnonzero(self.arrival[: self._next_row] >= 0)
+
   def live_by_arrival(self) -> np.ndarray:
     """All live rows, oldest first; O(n log n), for saving and loading only."""
-    rows = np.flatnonzero(self.arrival[: self._next_row] >= 0)
+    rows = self.live_rows_unordered()
     # Rows are filled in order and in turn: long runs, which it merges.
     return rows[np.argsort(self.arrival[rows], kind="stable")]
 
@@ -240,22 +244,28 @@ class RowStore:
       rows=np.where(valid, self.handles(rows), -1),
     )
 
+  def keys(self, rows: np.ndarray) -> np.ndarray:
+    """int64; a live row's key stands for what is in its token columns."""
+    return self.arrival[rows] + (self.ref_version[rows].astype(np.int64) << _ARRIVAL_BITS)  # log_ref is of that one
+
+  def pack(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+    """The real tokens and log-probabilities of rows, one row after the other."""
+    return {name: _pack(getattr(self, name), rows, self.length) for name in TOKEN_COLUMNS}
+
   def save(
     self, missing: Callable[[np.ndarray], np.ndarray] | None = None
   ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Live rows and prompts as arrays (of tokens the real ones only, oldest row first), and JSON-able scalars.
 
     Args:
-      missing: keys of the live rows -> bool, whose tokens to save; by default those of all. "token_rows" names them. A
-        row's key stands for what is in its token columns.
+      missing: `keys` of the live rows -> bool, whose tokens to save; by default those of all. "token_rows" names them.
     """
     rows = self.live_by_arrival()
     slots = np.array(sorted(self.slots.values()), np.int64)
     arrays = {name: getattr(self, name)[rows] for name in _ROW_COLUMNS}
-    keys = arrays["arrival"] + (arrays["ref_version"].astype(np.int64) << _ARRIVAL_BITS)  # log_ref is of that reference
+    keys = self.keys(rows)
     token_rows = rows if missing is None else rows[missing(keys)]
-    arrays |= {name: _pack(getattr(self, name), token_rows, self.length) for name in TOKEN_COLUMNS}
-    arrays |= {
+    arrays |= self.pack(token_rows) | {
       "key": keys,
       "token_rows": token_rows,
       "rows": rows,

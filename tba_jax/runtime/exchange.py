@@ -281,6 +281,11 @@ class Exchange:
         self._say(f"the trainer (thread {threading.current_thread().name}) has waited {now - began:.0f} s for "
                   f"rollouts: {self.describe()}")
 
+  @property
+  def num_arrived(self) -> int:
+    """Responses that came into the buffer, over the whole run."""
+    return self._num_arrived
+
   def check_usable(self) -> None:
     """Raises NoUsableRollouts if many prompts were sampled since the last batch and still none can be drawn."""
     with self._changed:

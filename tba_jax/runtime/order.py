@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from tba_jax.disk import AppendedFile, Disk
 from tba_jax.metrics import read_jsonl, to_json_line, write_atomic
 from tba_jax.runtime.run import Run
 from tba_jax.types import Draw, Occurrence, RolloutGroup
@@ -26,28 +27,24 @@ class OrderLog:
   """Appends events to workdir/consumption.jsonl: "group" (arrived), "draw" (the occurrences of a batch), "aged" (a draw
   found too little, and dropped what was too old), "publish"."""
 
-  def __init__(self, workdir: str | os.PathLike[str]):
-    self._path = pathlib.Path(workdir) / ORDER_FILE
-    self._file = None
-    self.count = 0
+  def __init__(self, workdir: str | os.PathLike[str], *, disk: Disk | None = None):
+    self._path, self._disk = pathlib.Path(workdir) / ORDER_FILE, disk
+    self._file: AppendedFile | None = None
 
   def write(self, event: dict[str, Any]) -> None:
-    if self._file is None:
-      self._file = open(self._path, "a" if self.count else "w", encoding="utf-8")
-    self._file.write(to_json_line(event))
-    self._file.flush()
-    self.count += 1
+    self._file.append(to_json_line(event).encode())
 
   def cut(self, count: int) -> None:
-    """A resumed run goes on after its first `count` events; later ones were rolled back."""
+    """To be called first. A resumed run goes on after its first `count` events; later ones were rolled back."""
     assert self._file is None
     kept = list(read_jsonl(self._path))[:count] if count else []
+    if len(kept) < count:
+      kept.append({"event": "lost", "count": count - len(kept)})
     write_atomic(self._path, "".join(map(to_json_line, kept)))
-    self.count = count
+    self._file = AppendedFile(self._path, disk=self._disk)
 
   def close(self) -> None:
-    if self._file is not None:
-      self._file.close()
+    self._file.close()
 
 
 class Diverged(RuntimeError):
@@ -58,9 +55,14 @@ def run_replay(run: Run, source: str | os.PathLike[str]) -> None:
   """Drives a run in the order that another one, of the same config but for its runtime, has logged. Stops where that
   one stopped.
 
-  Raises: Diverged if a batch is not of the occurrences that the log names.
+  Raises: Diverged if a batch is not of the occurrences that the log names, or if the log has lost events to a full
+    disk.
   """
   events = list(read_jsonl(pathlib.Path(source) / ORDER_FILE))
+  lost = sum(event["count"] for event in events if event["event"] == "lost")
+  if lost:
+    raise Diverged(f"{source}/{ORDER_FILE} lacks {lost} events, which a full disk did not take: that run cannot be "
+                   "replayed")
   last_use = {event["version"]: place
               for place, event in enumerate(events) if event["event"] == "group" and event["kept"]}
   held: dict[int, Weights] = {}

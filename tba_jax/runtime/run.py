@@ -152,6 +152,7 @@ class Run:
     if self._train_began is None:
       self._train_began = time.monotonic()
       self._logged_at = (self._train_began, self.totals.trained_tokens, self.searcher_counts()["generated_tokens"])
+      self.timeline.begin()
       self.progress.start_clock()
       self.profile.after_step(self.step)
 
@@ -212,6 +213,7 @@ class Run:
     for group, log_pi in groups:
       self._log_rollout(group, log_pi)
     self._log_scalars(report, gaps)
+    self.run_state.spill(self.exchange.buffer, self.exchange.num_arrived)
 
   def _log_scalars(self, report: StepReport, gaps: list[LogprobGap]) -> None:
     counts = self.searcher_counts()
@@ -225,6 +227,7 @@ class Run:
     self._logged_at = (now, self.totals.trained_tokens, counts["generated_tokens"])
     valid = report.draw.valid
     staleness = report.staleness
+    buffer = self.exchange.buffer.stats()
     scalars = {
         **report.metrics,
         "version": self.trainer.version,
@@ -236,7 +239,8 @@ class Run:
         "trained_tokens": self.totals.trained_tokens,
         "real_token_share": report.real_token_share,
         **{_COUNT_NAMES.get(name, name): value for name, value in counts.items()},
-        **{f"buffer_{name}": value for name, value in self.exchange.buffer.stats().items()},
+        **{f"buffer_{name}": value for name, value in buffer.items()},
+        "draws_per_insert": buffer["rows_drawn"] / max(1, buffer["added"]),
         **rates,
         "step_seconds": report.secs,
         "trainer_wait_seconds": self.waits.seconds("trainer"),
@@ -410,10 +414,9 @@ class Run:
     """What results.json holds."""
     totals, counts, settings = self.totals, self.searcher_counts(), self.settings
     train_secs = self.train_secs()
-    decode = self.timeline.busy_overlap(
-        "trainer", {"step"}, other_actors={f"searcher{s.index}" for s in self.searchers}, other_kinds={"decode"})
+    decode = self.timeline.busy_overlap("trainer", "step", other_kind="decode")
     searchers = [f"searcher{s.index}" for s in self.searchers]
-    shares = {side: self.timeline.shares(actors, since_secs=self._train_began or time.monotonic(), but=("eval",))
+    shares = {side: self.timeline.shares(actors, but=("eval",))
               for side, actors in (("trainer", ["trainer"]), ("searcher", searchers))}
     waits = [shares[side].get("wait", 0.0) for side in ("trainer", "searcher")]
     take_turns = "neither: they take turns" if settings.mode != "async" else bottleneck(*waits)
