@@ -5,18 +5,20 @@
 At each fill a step is one draw of 7 prompts x 20 responses and 7 added groups of 24 samples (the paper's GSM8K sizes):
 the calls that a training step waits for. The fill stays as it is while steps are timed: each added row pushes one out,
 by the limit of its prompt (100), or where the buffer itself is full by the limit of the buffer. Rows really are
-written: the largest fill takes 5.7 GB.
+written: a million of 512 tokens take 6.5 GB. Memory is what the process holds more than before, and is set against the
+payload: full-length rows of ids, log_mu and log_ref, and each row's versions and length. The curve is drawn beside the
+JSON, where matplotlib is installed.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import os
 import pathlib
 import platform
-import resource
 import sys
 import time
 
@@ -30,13 +32,9 @@ from tba_jax.types import RolloutGroup  # noqa: E402
 NUM_PROMPTS, RESPONSES_PER_PROMPT, NUM_SAMPLES = 7, 20, 24
 PROMPT_TOKENS, ROWS_PER_PROMPT = 128, 100
 CAPACITY = 1_000_000
-CASES = (
-  (512, 1_000),
-  (512, 10_000),
-  (512, 100_000),
-  (512, 925_000),
-  (256, 1_000_000),
-)  # (tokens of a row, fill in rows)
+FILLS = (1_000, 10_000, 100_000, 300_000, 1_000_000)  # rows
+ROW_TOKENS = 512
+PAYLOAD_BYTES = 12 * ROW_TOKENS + 12  # of a row: ids, log_mu, log_ref; its length, its oldest and newest version
 
 
 def make_templates(rng: np.random.Generator, num_tokens: int) -> list[RolloutGroup]:
@@ -78,10 +76,16 @@ class Feed:
     return group
 
 
+def resident_bytes() -> int:
+  """Of this process, now."""
+  return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def measure(num_tokens: int, fill: int, *, num_steps: int, priority: str) -> dict:
   """Fills a buffer and times steps; wall time, and the CPU time of the thread, which other work on the machine does not
   change much.
   """
+  before_bytes = resident_bytes()
   buffer = ReplayBuffer(
     capacity=CAPACITY,
     capacity_per_prompt=ROWS_PER_PROMPT,
@@ -96,6 +100,8 @@ def measure(num_tokens: int, fill: int, *, num_steps: int, priority: str) -> dic
   feed, version, secs = Feed(num_tokens), 0, []
   while buffer.stats()["live_rows"] < fill:
     buffer.add(feed.next(num_prompts, version))
+  memory_bytes = resident_bytes() - before_bytes
+  lengths = buffer.state_dict(missing=lambda keys: np.zeros(len(keys), bool))["arrays"]["length"]
   for _ in range(num_steps):
     groups = [
       dataclasses.replace(g, tokens=g.tokens.copy())
@@ -125,8 +131,41 @@ def measure(num_tokens: int, fill: int, *, num_steps: int, priority: str) -> dic
     "step_ms": float(np.median(step_ms[:, 0])),
     "step_p95_ms": float(np.quantile(step_ms[:, 0], 0.95)),
     "step_cpu_ms": float(np.median(step_ms[:, 1])),
-    "max_rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
+    "memory_gb": memory_bytes / 1e9,
+    "memory_over_payload": memory_bytes / (PAYLOAD_BYTES * fill),
+    "real_token_share": float(lengths.mean() / num_tokens),
   }
+
+
+def growth(results: list[dict]) -> dict[str, float]:
+  """CPU milliseconds of a step over the logarithm of the fill: what each factor of ten adds, and how far the last point
+  is above the line through the others; a step that grew faster than a logarithm would be."""
+  fills = np.log10([row["live_rows"] for row in results])
+  cpu_ms = np.array([row["step_cpu_ms"] for row in results])
+  slope, constant = np.polyfit(fills[:-1], cpu_ms[:-1], 1)
+  return {"ms_per_factor_of_ten": float(np.polyfit(fills, cpu_ms, 1)[0]),
+          "last_over_line_of_others": float(cpu_ms[-1] / (slope * fills[-1] + constant))}
+
+
+def plot(results: list[dict], path: pathlib.Path) -> None:
+  """Milliseconds over fill, as PNG."""
+  if importlib.util.find_spec("matplotlib") is None:
+    print("no plot: matplotlib is not installed where this runs", flush=True)
+    return
+  import matplotlib
+
+  matplotlib.use("agg")
+  from matplotlib import pyplot
+
+  figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+  fills = [row["live_rows"] for row in results]
+  for name, label in (("step_ms", "draw 140 + insert 168"), ("add_ms", "insert 168"), ("draw_ms", "draw 140")):
+    axes.plot(fills, [row[name] for row in results], "o-", label=label)
+  axes.axhline(5.0, color="gray", linestyle="--", label="5 ms")
+  axes.set(xscale="log", ylim=(0, None), xlabel=f"rows of {ROW_TOKENS} tokens in the buffer",
+           ylabel="milliseconds, median", title="A training step's calls to the replay buffer")
+  axes.legend()
+  figure.savefig(path, dpi=110)
 
 
 def main() -> None:
@@ -139,15 +178,14 @@ def main() -> None:
   parser.add_argument("--priority", default="uniform", help="of the draws: uniform, reward or residual")
   args = parser.parse_args()
   results = []
-  for num_tokens, fill in CASES:
-    if fill <= args.max_fill:
-      results.append(measure(num_tokens, fill, num_steps=args.num_steps, priority=args.priority))
-      columns = {
-        name: f"{value:.2f}" if isinstance(value, float) else str(value) for name, value in results[-1].items()
-      }
-      if len(results) == 1:
-        print(" ".join(f"{name:>11}" for name in columns))
-      print(" ".join(f"{value:>11}" for value in columns.values()), flush=True)
+  for fill in [fill for fill in FILLS if fill <= args.max_fill]:
+    results.append(measure(ROW_TOKENS, fill, num_steps=args.num_steps, priority=args.priority))
+    columns = {
+      name: f"{value:.2f}" if isinstance(value, float) else str(value) for name, value in results[-1].items()
+    }
+    if len(results) == 1:
+      print(" ".join(f"{name:>11}" for name in columns))
+    print(" ".join(f"{value:>{max(11, len(name))}}" for name, value in columns.items()), flush=True)
   args.out.parent.mkdir(parents=True, exist_ok=True)
   machine = {
     "machine": platform.machine(),
@@ -156,7 +194,10 @@ def main() -> None:
     "python": platform.python_version(),
     "numpy": np.__version__,
   }
-  args.out.write_text(json.dumps({"results": results, "machine": machine}, indent=2) + "\n")
+  found = growth(results) if len(results) > 2 else {}
+  print(found)
+  args.out.write_text(json.dumps({"results": results, "growth": found, "machine": machine}, indent=2) + "\n")
+  plot(results, args.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

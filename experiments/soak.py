@@ -5,7 +5,7 @@ minute.
 
 The run is a process like any other, trained until the time is over and then stopped by SIGTERM, which must end it with
 code 0. Memory counts from the warm-up on, when the buffer is full and every program has been used: it may grow by less
-than 1%.
+than 1%. Further flags of the run may follow a `--`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 
+COMPILED = b"Finished XLA compilation"  # a line of jax's log, with JAX_LOG_COMPILES
 REPO = pathlib.Path(__file__).resolve().parent.parent
 FLAGS = (
     "--config=configs/quickstart.py", "--config.sft.steps=0", "--config.train.steps=1000000",
@@ -30,9 +31,12 @@ FLAGS = (
 
 
 def status(pid: int) -> dict[str, int]:
-  """Of a process: resident bytes and threads."""
+  """Of a process: resident bytes, those of its own among them (swapped ones too; the rest is libraries, which the
+  kernel drops and reads again), and threads."""
   fields = dict(line.split(":", 1) for line in pathlib.Path(f"/proc/{pid}/status").read_text().splitlines())
-  return {"resident_bytes": int(fields["VmRSS"].split()[0]) * 1024, "threads": int(fields["Threads"])}
+  kib = {name: int(fields[name].split()[0]) for name in ("VmRSS", "RssAnon", "VmSwap")}
+  return {"resident_bytes": 1024 * kib["VmRSS"], "own_bytes": 1024 * (kib["RssAnon"] + kib["VmSwap"]),
+          "threads": int(fields["Threads"])}
 
 
 def judge(samples: list[dict], compiles: list[float], *, warm_secs: float) -> dict:
@@ -41,9 +45,11 @@ def judge(samples: list[dict], compiles: list[float], *, warm_secs: float) -> di
   warm = [sample for sample in samples if sample["seconds"] >= warm_secs]
   fifth = max(1, len(warm) // 5)
   median = lambda part, key: sorted(sample[key] for sample in part)[len(part) // 2]
-  first, last = median(warm[:fifth], "resident_bytes"), median(warm[-fifth:], "resident_bytes")
-  return {
-      "growth": last / first - 1, "resident_bytes_first": first, "resident_bytes_last": last,
+  found = {}
+  for kind in ("resident", "own"):
+    first, last = median(warm[:fifth], f"{kind}_bytes"), median(warm[-fifth:], f"{kind}_bytes")
+    found |= {f"{kind}_growth": last / first - 1, f"{kind}_bytes_first": first, f"{kind}_bytes_last": last}
+  return found | {
       "threads_first": median(warm[:fifth], "threads"), "threads_last": median(warm[-fifth:], "threads"),
       "threads_most": max(sample["threads"] for sample in warm),
       "compilations_after_warm_up": sum(at >= warm_secs for at in compiles),
@@ -69,7 +75,7 @@ def main(argv: list[str] | None = None) -> dict:
     seen = 0
     while (secs := time.monotonic() - began) < 60 * args.minutes and process.poll() is None:
       samples.append({"seconds": secs, **status(process.pid)})
-      lines = log.read_bytes().count(b"Finished XLA compilation")
+      lines = log.read_bytes().count(COMPILED)
       compiles += [secs] * (lines - seen)
       seen = lines
       print(f"\r{secs / 60:.1f}/{args.minutes:g} minutes, {samples[-1]['resident_bytes'] / 2**20:.0f} MiB, "
@@ -82,9 +88,12 @@ def main(argv: list[str] | None = None) -> dict:
       process.wait(timeout=120)
     if process.returncode != 0:
       raise SystemExit(f"the run ended with code {process.returncode}: {log.read_text(errors='replace')[-3000:]}")
+    if not compiles:
+      raise SystemExit(f"the log does not say {COMPILED.decode()!r} once, so that nothing is known of compilations")
     steps = sum('"loss"' in line for line in (workdir / "metrics.jsonl").read_text().splitlines())
-  results = judge(samples, compiles,
-                  warm_secs=60 * args.warm_minutes) | {"minutes": args.minutes, "steps": steps, "samples": samples}
+  results = judge(samples, compiles, warm_secs=60 * args.warm_minutes) | {
+      "compilations": len(compiles), "minutes": args.minutes, "steps": steps, "flags": [*FLAGS, *args.flags],
+      "samples": samples}
   args.out.parent.mkdir(parents=True, exist_ok=True)
   args.out.write_text(json.dumps(results, indent=2) + "\n")
   print(json.dumps({key: value for key, value in results.items() if key != "samples"}, indent=2))
