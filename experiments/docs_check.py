@@ -48,6 +48,8 @@ FORMS = (
        "hours, and weights from a hub; what it would hold is counted from a model that is in a package"),
   Form(r"python -m tba_jax\.plan .*", "python -m tba_jax.plan --config=configs/quickstart.py:smoke --topology=cpu:4 "
        "--compile=1 --out={dir}/plans --cache={dir}/plan_cache", "a slice of TPUs needs libtpu, 684 MB"),
+  Form(r"python experiments/async_speedup\.py --out \S+",
+       "python experiments/async_speedup.py --quick --seeds=0 --out {dir}/async_speedup", "20 minutes"),
   Form(r"make test(-slow)?|python -m pytest", "python -m pytest --collect-only -q", "the tests run by themselves"),
   Form(r"make docs-check", because="it is this"),
   Form(r"python3 -m venv \.venv|\. \.venv/bin/activate|(python -m )?pip install .*",
