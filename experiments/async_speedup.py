@@ -261,7 +261,9 @@ def plot(summary: dict, path: pathlib.Path) -> None:
   matplotlib.use("agg")
   from matplotlib import pyplot
 
-  figure, (curves, shares, scaling) = pyplot.subplots(1, 3, figsize=(14, 4), layout="constrained")
+  found = summary.get("simulated_rollouts_per_second_by_searchers", {})
+  figure, panels = pyplot.subplots(1, 2 + bool(found), figsize=(14 if found else 10, 4), layout="constrained")
+  curves, shares = panels[:2]
   arms = [arm for arm in SPEED if arm in summary["arms"]]
   for arm, colour in zip(SPEED, ("tab:blue", "tab:orange", "tab:green")):
     for place, run in enumerate(summary["arms"].get(arm, {}).values()):
@@ -277,14 +279,13 @@ def plot(summary: dict, path: pathlib.Path) -> None:
   shares.set(ylabel="% of the time", title="Trained responses a second, busy sides", ylim=(0, 119))
   shares.set_xticks(range(len(arms)), rates)
   shares.legend(loc="upper right", ncols=2)
-  found = summary.get("simulated_rollouts_per_second_by_searchers", {})
-  numbers, values = [int(number) for number in found], list(found.values())
   if found:
-    scaling.plot(numbers, [values[0] * number / numbers[0] for number in numbers], "--", color="gray", label="linear")
-  scaling.plot(numbers, values, "o-", label="measured")
-  scaling.set(xlabel="searchers", ylabel="rollouts a second", title="Searchers, SIMULATED decode latency",
-              xticks=numbers, ylim=(0, None))
-  scaling.legend()
+    numbers, values = [int(number) for number in found], list(found.values())
+    panels[2].plot(numbers, [values[0] * number / numbers[0] for number in numbers], "--", color="gray", label="linear")
+    panels[2].plot(numbers, values, "o-", label="measured")
+    panels[2].set(xlabel="searchers", ylabel="rollouts a second", title="Searchers, SIMULATED decode latency",
+                  xticks=numbers, ylim=(0, None))
+    panels[2].legend()
   figure.savefig(path, dpi=110)
 
 
