@@ -203,6 +203,7 @@ def test_prompt_and_attacks_are_read_from_the_users_files(tmp_path):
   assert len(task.eval_prompts()) == 5 and {prompt.text for prompt in task.eval_prompts()} == {"A list:\n1. Hello\n2."}
   ((prompt, response),) = task.sft_examples()
   assert prompt == task.train_prompts()[0].tokens.tolist() and task.response_text(response) == " Is it late?"
+  assert response[-1] in task.tokenizer.stop_ids
   (tmp_path / "attacks.jsonl").write_text(json.dumps({"text": "Is it late?"}))
   with pytest.raises(ValueError, match="attacks.jsonl line 1 has no text 'attack'"):
     task.sft_examples()
