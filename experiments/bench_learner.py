@@ -132,15 +132,16 @@ def train_step(bench: Bench, case: str) -> None:
 
 def one_round(
   bench: Bench, case: str, data: dict[str, Any], arms: list[tuple[str, str, dict[str, Any]]], steps: int
-) -> tuple[dict[str, list[dict]], dict[str, float]]:
-  """The runs of each arm (name, worker, options) from the same start, and its seconds to compile.
+) -> tuple[dict[str, list[dict]], dict[str, list[float]]]:
+  """The runs of each arm (name, worker, options) from the same start, and CPU seconds of each time it was compiled.
 
   Fails if losses or gradient norms differ.
   """
   compile_secs = {}
   for name, worker, options in arms:
     compile_secs[name] = bench.workers[worker].call("prepare_learner", data=data, settings=SETTINGS, **options)
-    bench.progress.say(f"{case}: {name} is compiled after {compile_secs[name]:.1f} s")
+    shown = " and again ".join(f"{secs:.1f} s" for secs in compile_secs[name]) or "0 s"
+    bench.progress.say(f"{case}: {name} is compiled in {shown} of CPU time")
   runs = bench.interleave([
     (name, lambda _, worker=worker: bench.workers[worker].call("train", steps=steps)) for name, worker, _ in arms
   ])

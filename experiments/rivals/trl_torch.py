@@ -66,7 +66,7 @@ class System:
     del model  # the folder says it
     self._folder = folder
 
-  def prepare_learner(self, data: dict[str, Any], settings: dict[str, float], whole_rows: bool) -> float:
+  def prepare_learner(self, data: dict[str, Any], settings: dict[str, float], whole_rows: bool) -> list[float]:
     """Trainer and optimizer for the batch; there is nothing to compile.
 
     `whole_rows`: score prompts, too (all but the first token), as the other systems do; else responses alone.
@@ -82,7 +82,7 @@ class System:
     self._trainer.model.train()
     self._data = {name: torch.tensor(np.asarray(values)) for name, values in data.items()}
     self._beta, self._clip_norm, self._whole_rows = settings["beta"], settings["clip_norm"], whole_rows
-    return 0.0
+    return []
 
   def _loss(self) -> torch.Tensor:
     data = self._data
