@@ -61,6 +61,7 @@ def get_config(arg=None):
   config.loss = dict(name="tb_vargrad", beta_init=0.014, beta_final=0.004, beta_decay_steps=500)
   config.loss.update(gamma_init=1.0, gamma_final=1.0, gamma_steps=0)  # the reference as it is
   config.loss.update(reward_temperature_init=1.0, reward_temperature_final=1.0, reward_temperature_steps=0)
+  config.loss.head_learning_rate = 1e-3  # of the losses that learn a log Z or values
   config.buffer = dict(
     capacity=200_000, capacity_per_prompt=100, recent_fraction=0.95,
     order="tba", priority="uniform", priority_temperature=1.0,
@@ -72,7 +73,7 @@ def get_config(arg=None):
     mode="async", backend="local", ray_address="", lag=-1, searcher_restarts=2, stop_timeout_secs=10.0,
     replay_order="", hang_secs=900.0,
   )
-  config.eval = dict(every_steps=50, size=0)
+  config.eval = dict(every_steps=50, size=0, kl_prompts=8)
   config.checkpoint = dict(every_steps=50, keep=2)
   config.log = dict(rollouts_per_step=4, profile_steps=())
   if arg.smollm2:
@@ -89,7 +90,7 @@ def get_config(arg=None):
     config.buffer.update(capacity=1_000, fill_responses=16)
     config.sync.update(every_steps=1, max_lead_steps=1)
     config.devices.update(trainer=1, searchers=1, per_searcher=1)  # on CPU: two virtual devices
-    config.eval.update(every_steps=0, size=32)
+    config.eval.update(every_steps=0, size=32, kl_prompts=2)
     config.checkpoint.update(every_steps=0, keep=1)
   if arg.smoke:
     config.task_args.num_generated = 64

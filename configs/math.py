@@ -56,6 +56,7 @@ def get_config(arg=None):
   config.loss = dict(name="tba_prime_ratio", beta_init=0.005, beta_final=0.005, beta_decay_steps=0)
   config.loss.update(gamma_init=1.0, gamma_final=1.0, gamma_steps=0)  # the reference as it is
   config.loss.update(reward_temperature_init=1.0, reward_temperature_final=1.0, reward_temperature_steps=0)
+  config.loss.head_learning_rate = 1e-3  # of the losses that learn a log Z or values
   config.buffer = dict(
     capacity=50_000, capacity_per_prompt=64, recent_fraction=1.0,
     order="fifo", priority="uniform", priority_temperature=1.0,  # once each, oldest first
@@ -67,7 +68,7 @@ def get_config(arg=None):
     mode="async", backend="local", ray_address="", lag=-1, searcher_restarts=2, stop_timeout_secs=10.0, replay_order="",
     hang_secs=900.0,
   )
-  config.eval = dict(every_steps=20, size=0)
+  config.eval = dict(every_steps=20, size=0, kl_prompts=8)
   config.checkpoint = dict(every_steps=20, keep=2)
   config.log = dict(rollouts_per_step=4, profile_steps=())
   if arg.smoke:
@@ -89,6 +90,6 @@ def get_config(arg=None):
     )
     config.buffer.update(capacity=1_000)
     config.devices.update(trainer=1, searchers=1, per_searcher=1)  # on CPU: two virtual devices
-    config.eval.update(every_steps=0, size=8)
+    config.eval.update(every_steps=0, size=8, kl_prompts=1)
     config.checkpoint.update(every_steps=2, keep=1)
   return config.lock()

@@ -58,6 +58,7 @@ def get_config(arg=None):
   config.loss = dict(name="tb_vargrad", beta_init=0.05, beta_final=0.05, beta_decay_steps=0)
   config.loss.update(gamma_init=1.0, gamma_final=1.0, gamma_steps=0)  # the reference as it is
   config.loss.update(reward_temperature_init=1.0, reward_temperature_final=1.0, reward_temperature_steps=0)
+  config.loss.head_learning_rate = 1e-3  # of the losses that learn a log Z or values
   config.buffer = dict(
     capacity=20_000, capacity_per_prompt=64, recent_fraction=0.95,
     order="tba", priority="uniform", priority_temperature=1.0,
@@ -69,7 +70,7 @@ def get_config(arg=None):
     mode="async", backend="local", ray_address="", lag=-1, searcher_restarts=1, stop_timeout_secs=10.0,
     replay_order="", hang_secs=300.0,
   )
-  config.eval = dict(every_steps=40, size=512)
+  config.eval = dict(every_steps=40, size=512, kl_prompts=16)
   config.checkpoint = dict(every_steps=40, keep=1)  # as often as evaluated, so that the best one is kept too
   config.log = dict(rollouts_per_step=2, profile_steps=())
   if arg.smoke:
@@ -79,6 +80,6 @@ def get_config(arg=None):
     config.train.update(steps=6, prompts_per_step=4, responses_per_prompt=4, micro_batches=1)
     config.sample.update(responses_per_prompt=4, slots=16)
     config.buffer.update(capacity=1_000, capacity_per_prompt=16, fill_responses=16)
-    config.eval.update(every_steps=0, size=32)
+    config.eval.update(every_steps=0, size=32, kl_prompts=4)
     config.checkpoint.every_steps = 3
   return config.lock()

@@ -85,6 +85,7 @@ def get_config(arg=None):
   config.reference = dict(reset_every_steps=0, ema_decay=0.0)
   config.sample.temperature_ladder = (1.0, 0.7, 1.0, 1.5)  # half of the searchers explore
   config.loss = dict(name="tb_vargrad", beta_init=0.05, beta_final=0.05, beta_decay_steps=0)
+  config.loss.head_learning_rate = 1e-3  # of the losses that learn a log Z or values
   config.loss.update(gamma_init=1.0, gamma_final=size["gamma"], gamma_steps=2000)
   config.loss.update(
     reward_temperature_init=2.0, reward_temperature_final=1.0, reward_temperature_steps=size["temperature_steps"])
@@ -99,7 +100,7 @@ def get_config(arg=None):
     mode="async", backend="local", ray_address="", lag=-1, searcher_restarts=2, stop_timeout_secs=10.0,
     replay_order="", hang_secs=900.0,
   )
-  config.eval = dict(every_steps=500, size=1024)
+  config.eval = dict(every_steps=500, size=1024, kl_prompts=4)
   config.checkpoint = dict(every_steps=500, keep=2)
   config.log = dict(rollouts_per_step=4, profile_steps=())
   if arg.mle:
@@ -130,6 +131,6 @@ def get_config(arg=None):
     config.buffer.update(capacity=500, capacity_per_prompt=500, fill_responses=16)
     config.sync.every_steps = 2
     config.devices.update(trainer=1, searchers=1, per_searcher=1)  # on CPU: two virtual devices
-    config.eval.update(every_steps=0, size=16)
+    config.eval.update(every_steps=0, size=16, kl_prompts=1)
     config.checkpoint.update(every_steps=2, keep=1)
   return config.lock()

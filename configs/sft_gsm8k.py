@@ -51,6 +51,7 @@ def get_config(arg=None):
   config.loss = dict(name="tb_vargrad", beta_init=0.01, beta_final=0.01, beta_decay_steps=0)
   config.loss.update(gamma_init=1.0, gamma_final=1.0, gamma_steps=0)  # the reference as it is
   config.loss.update(reward_temperature_init=1.0, reward_temperature_final=1.0, reward_temperature_steps=0)
+  config.loss.head_learning_rate = 1e-3  # of the losses that learn a log Z or values
   config.buffer = dict(
     capacity=1_000, capacity_per_prompt=8, recent_fraction=1.0, order="tba", priority="uniform",
     priority_temperature=1.0, fill_responses=0, dedup=True, near_duplicate=0.0, max_uses=0, max_staleness=-1,
@@ -61,7 +62,7 @@ def get_config(arg=None):
     mode="lockstep", backend="local", ray_address="", lag=-1, searcher_restarts=0, stop_timeout_secs=10.0,
     replay_order="", hang_secs=900.0,
   )
-  config.eval = dict(every_steps=0, size=0)
+  config.eval = dict(every_steps=0, size=0, kl_prompts=0)
   config.checkpoint = dict(every_steps=50, keep=1)
   config.log = dict(rollouts_per_step=4, profile_steps=())
   if arg.smoke:

@@ -49,6 +49,8 @@ def _tie(lines: Sequence[Line]) -> str | None:
 
 
 def _far(lines: Sequence[Line]) -> str | None:
+  if "log_ratio_ref" not in lines[-1]:  # an objective that reads no reference
+    return None
   nats = _mean(lines, "log_ratio_ref") / max(_mean(lines, "response_tokens"), 1.0)
   if math.isfinite(nats) and abs(nats) <= FAR_NATS:
     return None

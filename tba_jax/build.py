@@ -19,8 +19,8 @@ from tba_jax.checkpoints.huggingface import load_model
 from tba_jax.checkpoints.model_folder import read_model_folder, save_model_folder
 from tba_jax.checkpoints.run_state import RunState
 from tba_jax.config_schema import is_task_file
-from tba_jax.losses.registry import make_loss
-from tba_jax.models import kernels, transformer
+from tba_jax.losses.registry import get_loss, make_loss
+from tba_jax.models import kernels, scalar_head, transformer
 from tba_jax.models import lora as lora_lib
 from tba_jax.models.lora import LoraSettings
 from tba_jax.models.variants import ModelConfig, new_model_config
@@ -233,7 +233,7 @@ def build_searchers(
   settings = SampleSettings(
       seed=config.seed, num_samples=sample.responses_per_prompt, temperature=sample.temperature,
       max_new_tokens=sample.max_new_tokens, truncated=sample.truncated, length_buckets=tuple(train.length_buckets),
-      hang_secs=config.runtime.hang_secs)
+      hang_secs=config.runtime.hang_secs, score_reference=reads_reference(config))
   ladder = tuple(sample.temperature_ladder) or (sample.temperature,)
 
   scorers = [make_scorer(config, cfg, place.mesh) for place in places]
@@ -310,7 +310,7 @@ def placements(config: ConfigDict, cfg: ModelConfig, devices: Sequence[jax.Devic
       max_prompt_tokens=config.sample.max_prompt_tokens, max_new_tokens=config.sample.max_new_tokens,
       buffer_capacity=config.buffer.capacity, lora=lora_settings(config),
       reference_moves=config.reference.reset_every_steps > 0, reference_average=config.reference.ema_decay > 0,
-      beside=extra_models(config))
+      beside=extra_models(config), with_head=get_loss(config.loss.name).needs_head)
 
 
 def check_memory(config: ConfigDict, cfg: ModelConfig, devices: Sequence[jax.Device]) -> None:
@@ -344,8 +344,14 @@ def make_step(config: ConfigDict, cfg: ModelConfig, mesh: Mesh) -> tuple[Callabl
       chunk_tokens=train.head_chunk_tokens, backend=train.attention,
       whole_groups_per_micro_batch=whole_groups_per_micro_batch(config),
       skip_empty_micro_batches=train.packing, lora=lora_settings(config), mesh=mesh,
-      with_residuals=config.buffer.priority == "residual")
+      with_residuals=config.buffer.priority == "residual", with_reference=reads_reference(config),
+      head=learner.make_head(config.loss.name, learning_rate=config.loss.head_learning_rate))
   return step, optimizer
+
+
+def reads_reference(config: ConfigDict) -> bool:
+  """Whether the loss ever reads log_ref: else no rollout is scored by the reference."""
+  return get_loss(config.loss.name).reads_reference(config.loss.beta_init, config.loss.beta_final)
 
 
 def whole_groups_per_micro_batch(config: ConfigDict) -> bool:
@@ -366,7 +372,9 @@ def build_trainer(config: ConfigDict, cfg: ModelConfig, params: Any, mesh: Mesh,
   if lora is not None:
     key = jax.random.fold_in(jax.random.key(config.seed), 1)  # the key itself made a new model's parameters
     params, frozen = lora_lib.init_adapters(cfg, key, settings=lora), (params,)
-  state: TrainState = learner.init_train_state(params, optimizer, mesh=mesh)
+  head = learner.make_head(config.loss.name, learning_rate=config.loss.head_learning_rate)
+  head_params = scalar_head.init_scalar_head(cfg, jax.random.fold_in(jax.random.key(config.seed), 2)) if head else ()
+  state: TrainState = learner.init_train_state(params, optimizer, mesh=mesh, head=head, head_params=head_params)
   return Trainer(
       state=state, step=step, beta_at_update=beta_at_update, tempering_at_update=tempering(config).at,
       placement=sharding.batch_sharding(mesh),
@@ -431,7 +439,8 @@ def run_settings(config: ConfigDict) -> RunSettings:
       seed=config.seed, mode=config.runtime.mode, loss=config.loss.name, steps=config.train.steps,
       groups_per_step=config.train.prompts_per_step, responses_per_prompt=config.train.responses_per_prompt,
       lag=_lag(config), sync_every_steps=1 if _lag(config) >= 0 else config.sync.every_steps,
-      eval_every_steps=config.eval.every_steps, checkpoint_every_steps=config.checkpoint.every_steps,
+      eval_every_steps=config.eval.every_steps, eval_kl_prompts=config.eval.kl_prompts,
+      samples_per_prompt=config.sample.responses_per_prompt, checkpoint_every_steps=config.checkpoint.every_steps,
       max_new_tokens=config.sample.max_new_tokens, temperature=config.sample.temperature,
       rollouts_per_step=config.log.rollouts_per_step,
       searcher_restarts=config.runtime.searcher_restarts, replay_order=config.runtime.replay_order,

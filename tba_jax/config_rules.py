@@ -127,11 +127,13 @@ def _check_loss(c: Mapping[str, Any]) -> Iterator[str]:
   if num_train < spec.min_responses:
     yield (f"train.responses_per_prompt={num_train} must be at least {spec.min_responses} for loss.name={name!r}, "
            "which compares the responses of a prompt with each other; raise train.responses_per_prompt")
-  if name == "sft" or spec.needs_log_z:
-    lack = "needs a learned log Z, which no run trains yet"
-    if name == "sft":
-      lack = "learns from examples, not from rewards"
-    yield f"loss.name={name!r} {lack}; use another, for example tb_vargrad"
+  if name == "sft":
+    yield f"loss.name={name!r} learns from examples, not from rewards; use another, for example tb_vargrad"
+  reset = c["reference.reset_every_steps"]
+  if reset and not spec.reads_reference(c["loss.beta_init"], c["loss.beta_final"]):
+    betas = f"loss.beta_init={c['loss.beta_init']!r} and loss.beta_final={c['loss.beta_final']!r}"
+    yield (f"reference.reset_every_steps={reset} means nothing to loss.name={name!r} with {betas}, which reads no "
+           "reference; set it to 0")
   for key in ("loss.beta_init", "loss.beta_final"):
     if spec.positive_beta and c[key] <= 0:
       yield f"{key}={c[key]!r} must be above 0 for loss.name={name!r}, which divides rewards by it; set {key} above 0"

@@ -149,6 +149,8 @@ SCHEMA: dict[str, Rule] = {
   "loss.beta_init": _key(_number(0), "weight of the KL term at the start, reward units a nat"),
   "loss.beta_final": _key(_number(0), "weight of the KL term at the end"),
   "loss.beta_decay_steps": _key(_integer(0), "over which beta goes from beta_init to beta_final"),
+  "loss.head_learning_rate": _key(
+    _number(0, above=True), "of the scalar head that some losses learn beside the model: a log Z, or values"),
   # The target is (pi_ref^(1 / gamma) exp(reward / beta))^(1 / reward_temperature), as red-teaming has it; both run
   # evenly from init to final over so many updates. At 1 they change nothing. Metrics of the distance to the reference
   # are then of the tempered one.
@@ -206,6 +208,8 @@ SCHEMA: dict[str, Rule] = {
   "runtime.stop_timeout_secs": _key(_number(0, above=True), "that searchers get to end when the run stops"),
   "eval.every_steps": _key(_integer(0, or_else="0: only before and after"), "how often held-out accuracy is taken"),
   "eval.size": _key(_integer(0, or_else="0: the whole split"), "held-out prompts"),
+  "eval.kl_prompts": _key(
+    _integer(0, or_else="0: no estimate"), "of these are sampled too, for the KL divergence to the reference"),
   "checkpoint.every_steps": _key(
     _integer(0, or_else="0: only at the end and when stopped"), "how often the run is saved"),
   "checkpoint.keep": _key(_integer(1), "checkpoints kept beside the best evaluated one"),

@@ -2,16 +2,17 @@
 
     log_pi = token_logprobs(params, batch);   loss, metrics = loss_fn(log_pi, batch, beta=beta);   params <- optimizer
 
-Nothing here knows which loss it trains, and nothing asks the host anything: a step is dispatched and the caller reads
-metrics when it wants. A step with a loss or gradient that is not finite leaves params, optimizer state and version as
-they were.
+Nothing here knows which loss it trains, but whether it needs a scalar head beside the model. Nothing asks the host
+anything: a step is dispatched and the caller reads metrics when it wants. A step with a loss or gradient that is not
+finite leaves params, optimizer state and version as they were.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,19 +21,35 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tba_jax import sharding
 from tba_jax.losses import diagnostics
-from tba_jax.losses.registry import LossFn
+from tba_jax.losses.registry import LossFn, LossSpec, get_loss, head_keywords
 from tba_jax.losses.trajectory_balance import scaled_residuals
 from tba_jax.models import lora as lora_lib
-from tba_jax.models import transformer
+from tba_jax.models import scalar_head, transformer
 from tba_jax.models.heads import token_logprobs
 from tba_jax.models.variants import ModelConfig
-from tba_jax.optimizers import Optimizer
+from tba_jax.optimizers import Optimizer, make_optimizer, make_schedule
 from tba_jax.types import Batch, TrainState
 
 Metrics = dict[str, jax.Array]
 
 
-def init_train_state(params: Any, optimizer: Optimizer, *, mesh: Mesh | None = None) -> TrainState:
+class Head(NamedTuple):
+  """A scalar head that is trained beside the model: for which loss, and how."""
+
+  loss: LossSpec
+  optimizer: Optimizer
+
+
+def make_head(loss: str, *, learning_rate: float) -> Head | None:
+  """The scalar head that a loss learns, by AdamW at a constant rate; None if it needs none."""
+  spec = get_loss(loss)
+  schedule = make_schedule("constant", learning_rate=learning_rate)
+  return Head(spec, make_optimizer("adamw", schedule=schedule, clip_norm=math.inf)) if spec.needs_head else None
+
+
+def init_train_state(
+  params: Any, optimizer: Optimizer, *, mesh: Mesh | None = None, head: Head | None = None, head_params: Any = ()
+) -> TrainState:
   """State before the first update, on the devices of `params` (or on `mesh`): float32 parameters, optimizer state
   beside them.
 
@@ -44,16 +61,18 @@ def init_train_state(params: Any, optimizer: Optimizer, *, mesh: Mesh | None = N
       be put there.
     optimizer: from `optimizers.make_optimizer`.
     mesh: lay the parameters out on this mesh by the rules of `tba_jax.sharding`.
+    head, head_params: a scalar head from `models.scalar_head` to train as well.
   """
   if mesh is not None:
     params = jax.device_put(params, sharding.param_shardings(params, mesh))
   layout = jax.tree.map(lambda leaf: leaf.sharding, params)
-  create = functools.partial(fresh_state, optimizer=optimizer)
+  create = functools.partial(fresh_state, optimizer=optimizer, head=head, head_params=head_params)
   abstract = jax.eval_shape(create, params)
-  if isinstance(jax.tree.leaves(layout)[0], NamedSharding):
-    out = sharding.state_shardings(abstract, params, layout, jax.tree.leaves(layout)[0].mesh)
+  place = jax.tree.leaves(layout)[0]
+  if isinstance(place, NamedSharding):
+    out = sharding.state_shardings(abstract, *_with_head(params, layout, abstract.head, place.mesh), place.mesh)
   else:
-    out = jax.tree.map(lambda _: jax.tree.leaves(layout)[0], abstract)
+    out = jax.tree.map(lambda _: place, abstract)
   # Parameters pass by outside jit, which would hold two copies of them for a moment. device_put copies nothing here: it
   # commits them to where they are, without which the second step would be compiled again.
   float32 = jax.tree.map(lambda leaf, where: jax.device_put(leaf.astype(jnp.float32), where), params, layout)
@@ -61,9 +80,36 @@ def init_train_state(params: Any, optimizer: Optimizer, *, mesh: Mesh | None = N
   return rest._replace(params=float32)
 
 
-def fresh_state(params: Any, *, optimizer: Optimizer) -> TrainState:
+def fresh_state(
+  params: Any, *, optimizer: Optimizer, head: Head | None = None, head_params: Any = ()
+) -> TrainState:
   params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
-  return TrainState(params, optimizer.init(params), jnp.int32(0), jnp.int32(0), jnp.int32(0))
+  state = TrainState(params, optimizer.init(params), jnp.int32(0), jnp.int32(0), jnp.int32(0))
+  if head is None:
+    return state
+  return state._replace(head=head_params, head_opt_state=head.optimizer.init(head_params))
+
+
+def abstract_state(
+  cfg: ModelConfig, optimizer: Optimizer, *, lora: lora_lib.LoraSettings | None = None, head: Head | None = None,
+  mesh: Mesh
+) -> tuple[TrainState, TrainState]:
+  """Shapes and dtypes of a state, and its shardings on a mesh."""
+  trained = transformer.abstract_params(cfg, jnp.float32)
+  trained = trained if lora is None else lora_lib.abstract_adapters(cfg, settings=lora)
+  create = functools.partial(fresh_state, optimizer=optimizer, head=head)
+  if head is None:
+    state = jax.eval_shape(create, trained)
+  else:
+    state = jax.eval_shape(lambda p, h: create(p, head_params=h), trained, scalar_head.abstract_scalar_head(cfg))
+  layout = sharding.param_shardings(trained, mesh)
+  return state, sharding.state_shardings(state, *_with_head(trained, layout, state.head, mesh), mesh)
+
+
+def _with_head(params: Any, layout: Any, head: Any, mesh: Mesh) -> tuple[Any, Any]:
+  """Parameters and their shardings, with those of the head if there is one."""
+  head = dict(head)
+  return {**params, **head}, {**layout, **sharding.param_shardings(head, mesh)}
 
 
 def make_scorer(
@@ -113,6 +159,8 @@ def make_train_step(
   lora: lora_lib.LoraSettings | None = None,
   mesh: Mesh | None = None,
   with_residuals: bool = False,
+  with_reference: bool = True,
+  head: Head | None = None,
 ) -> Callable[..., tuple[TrainState, Metrics]]:
   """Jitted `step(state, batch, beta) -> (state, metrics)`; the state is donated, beta is a float32 scalar.
 
@@ -141,16 +189,21 @@ def make_train_step(
     mesh: from `sharding.make_mesh`.
     with_residuals: add to the metrics "residuals_N", float32 [N]: |log Z - delta| of each response before the update,
       nats, 0 where not valid; for a replay buffer that draws by it.
+    with_reference: False: log_ref holds nothing, and the metrics that are made of it are left out.
+    head: the state has a scalar head, which `loss_fn` reads and which is updated along with the parameters. It changes
+      neither their gradient nor their update.
   Metrics: loss; grad_norm before clipping; param_norm after, and update_norm of, the update (0 if skipped);
     learning_rate; beta; entropy (nats, mean over response tokens of valid responses); skipped (1 if loss or gradient
-    norm was not finite); and the loss's own.
+    norm was not finite); with a head head_grad_norm, which counts for that too; and the loss's own.
   """
   if micro_batches < 1:
     raise ValueError(f"micro_batches={micro_batches} must be at least 1.")
 
-  def score(params: Any, batch: Batch, *, frozen: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
+  def score(trained: Any, batch: Batch, *, frozen: tuple[Any, ...]) -> tuple[jax.Array, ...]:
+    params = trained
     if lora is not None:
-      params = lora_lib.attach(*frozen, params, scale=lora.scale)
+      params, beside = _split_head(trained)
+      params = {**lora_lib.attach(*frozen, params, scale=lora.scale), **beside}
     return token_logprobs(
       params, cfg, batch.tokens, batch.positions, batch.segment_ids, temperature=temperature, dtype=compute_dtype,
       remat=remat, chunk_tokens=chunk_tokens, backend=backend, mesh=mesh,
@@ -166,21 +219,21 @@ def make_train_step(
     constrain_grads=_grad_constraint(mesh),
     mesh=mesh,
     with_residuals=with_residuals,
+    with_reference=with_reference,
+    head=head,
   )
 
   def step(state: TrainState, batch: Batch, beta: Any, *frozen: Any) -> tuple[TrainState, Metrics]:
     beta = jnp.asarray(beta, jnp.float32)
-    grads, metrics = gradients(state.params, batch, beta, score=functools.partial(score, frozen=frozen))
-    return _apply(state, grads, metrics | {"beta": beta}, optimizer)
+    trained = {**state.params, **dict(state.head)}
+    grads, metrics = gradients(trained, batch, beta, score=functools.partial(score, frozen=frozen))
+    return _apply(state, grads, metrics | {"beta": beta}, optimizer, head)
 
   if mesh is None:
     return jax.jit(step, donate_argnums=0)
-  base = transformer.abstract_params(cfg, jnp.float32)
-  trained = base if lora is None else lora_lib.abstract_adapters(cfg, settings=lora)
-  abstract = jax.eval_shape(functools.partial(fresh_state, optimizer=optimizer), trained)
-  params_out = sharding.param_shardings(abstract.params, mesh)
-  state_out = sharding.state_shardings(abstract, abstract.params, params_out, mesh)
+  _, state_out = abstract_state(cfg, optimizer, lora=lora, head=head, mesh=mesh)
   replicated = NamedSharding(mesh, PartitionSpec())
+  base = transformer.abstract_params(cfg, jnp.float32)
   frozen_in = () if lora is None else (sharding.param_shardings(base, mesh),)
   return jax.jit(
     step,
@@ -195,7 +248,7 @@ def _gradients(
   batch: Batch,
   beta: jax.Array,
   *,
-  score: Callable[[Any, Batch], tuple[jax.Array, jax.Array]],
+  score: Callable[[Any, Batch], tuple[jax.Array, ...]],
   loss_fn: LossFn,
   micro_batches: int,
   one_pass: bool,
@@ -203,18 +256,27 @@ def _gradients(
   constrain_grads: Callable[[Any], Any],
   mesh: Mesh | None,
   with_residuals: bool,
+  with_reference: bool,
+  head: Head | None,
 ) -> tuple[Any, Metrics]:
-  """Gradient of the whole batch's loss by the parameters, and the loss, the entropy and the loss's metrics."""
+  """Gradient of the whole batch's loss by the parameters, and the loss, the entropy and the loss's metrics.
 
-  def part_loss(params: Any, part: Batch) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    log_pi, entropy = score(params, part)
-    return loss_fn(log_pi, part, beta=beta)[0], (log_pi, entropy)
+  A score is (log_pi, entropy) and, with a head, what that reads: [B, T] each.
+  """
 
-  def weighted(params: Any, part: Batch, coefficients: jax.Array) -> jax.Array:
-    return jnp.sum(score(params, part)[0] * coefficients)
+  def loss_of(batch: Batch, log_pi: jax.Array, *scalar: jax.Array) -> tuple[jax.Array, Metrics]:
+    return loss_fn(log_pi, batch, beta=beta, **(head_keywords(head.loss, *scalar, batch) if head else {}))
+
+  def part_loss(params: Any, part: Batch) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    scores = score(params, part)
+    return loss_of(part, *_without_entropy(scores))[0], scores
+
+  def weighted(params: Any, part: Batch, coefficients: tuple[jax.Array, ...]) -> jax.Array:
+    learnt = _without_entropy(score(params, part))
+    return sum(jnp.sum(values * weights) for values, weights in zip(learnt, coefficients, strict=True))
 
   if micro_batches == 1:
-    grads, (log_pi, entropy) = jax.grad(part_loss, has_aux=True)(params, batch)
+    grads, scores = jax.grad(part_loss, has_aux=True)(params, batch)
   else:
     parts = split_rows(batch, micro_batches, mesh)
     loop = functools.partial(_loop, _num_parts_in_use(parts) if skip_empty else micro_batches)
@@ -224,7 +286,7 @@ def _gradients(
     )
     zeros = constrain_grads(jax.tree.map(jnp.zeros_like, params))
     add = lambda total, grads: constrain_grads(jax.tree.map(jnp.add, total, grads))
-    no_scores = (_spread(jnp.zeros(parts.tokens.shape, jnp.float32), mesh),) * 2
+    no_scores = (_spread(jnp.zeros(parts.tokens.shape, jnp.float32), mesh),) * (3 if head else 2)
     if one_pass:
 
       def both(i: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -234,14 +296,17 @@ def _gradients(
       grads, scores = loop(both, (zeros, no_scores))
     else:
       scores = loop(lambda i, scores: put(scores, i, score(params, take(parts, i))), no_scores)
-      all_log_pi = scores[0].reshape(batch.tokens.shape)
-      coefficients = jax.grad(lambda log_pi: loss_fn(log_pi, batch, beta=beta)[0])(all_log_pi)
-      coefficients = _split(coefficients, micro_batches, mesh)
+      learnt = tuple(values.reshape(batch.tokens.shape) for values in _without_entropy(scores))
+      coefficients = jax.grad(lambda learnt: loss_of(batch, *learnt)[0])(learnt)
+      coefficients = tuple(_split(weights, micro_batches, mesh) for weights in coefficients)
       grads = loop(lambda i, total: add(total, jax.grad(weighted)(params, *take((parts, coefficients), i))), zeros)
-    log_pi, entropy = (values.reshape(batch.tokens.shape) for values in scores)
+    scores = tuple(values.reshape(batch.tokens.shape) for values in scores)
   # Metrics need not add up over parts (maxima, quantiles): they are taken once, of the whole batch, which costs no pass
   # of the model.
-  loss, metrics = loss_fn(log_pi, batch, beta=beta)
+  log_pi, entropy = scores[:2]
+  loss, metrics = loss_of(batch, *_without_entropy(scores))
+  if not with_reference:
+    metrics = {name: value for name, value in metrics.items() if name not in diagnostics.OF_REFERENCE}
   residuals = {"residuals_N": jnp.abs(scaled_residuals(log_pi, batch, beta=beta)) / beta} if with_residuals else {}
   return constrain_grads(grads), {
     **diagnostics.finish_metrics(metrics),
@@ -249,6 +314,17 @@ def _gradients(
     "loss": loss,
     "entropy": _mean_over_response_tokens(entropy, batch),
   }
+
+
+def _without_entropy(scores: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+  """What a loss is made of."""
+  return scores[:1] + scores[2:]
+
+
+def _split_head(trained: Any) -> tuple[Any, Any]:
+  """The model's parameters, and those of the head beside them, if any; or gradients of both."""
+  model = {name: node for name, node in trained.items() if name != scalar_head.NAME}
+  return model, {name: node for name, node in trained.items() if name == scalar_head.NAME}
 
 
 def _num_parts_in_use(parts: Batch) -> jax.Array:
@@ -307,14 +383,24 @@ def _grad_constraint(mesh: Mesh | None) -> Callable[[Any], Any]:
   return lambda grads: jax.lax.with_sharding_constraint(grads, sharding.param_shardings(grads, mesh))
 
 
-def _apply(state: TrainState, grads: Any, metrics: Metrics, optimizer: Optimizer) -> tuple[TrainState, Metrics]:
+def _apply(
+  state: TrainState, grads: Any, metrics: Metrics, optimizer: Optimizer, head: Head | None
+) -> tuple[TrainState, Metrics]:
   """The update, or the old state if loss or gradient norm is not finite: selected by value, without asking the host."""
+  grads, head_grads = _split_head(grads)
   grad_norm = optax.tree.norm(grads)
   finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(grad_norm)
+  if head is not None:
+    metrics = metrics | {"head_grad_norm": optax.tree.norm(head_grads)}
+    finite &= jnp.isfinite(metrics["head_grad_norm"])
   keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
   updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
   params = keep(optax.apply_updates(state.params, updates), state.params)
   applied = finite.astype(jnp.int32)
+  if head is not None:
+    head_updates, head_opt_state = head.optimizer.update(head_grads, state.head_opt_state, state.head)
+    state = state._replace(head=keep(optax.apply_updates(state.head, head_updates), state.head),
+                           head_opt_state=keep(head_opt_state, state.head_opt_state))
   metrics = metrics | {
     "grad_norm": grad_norm,
     "param_norm": optax.tree.norm(params),
@@ -322,7 +408,7 @@ def _apply(state: TrainState, grads: Any, metrics: Metrics, optimizer: Optimizer
     "learning_rate": jnp.asarray(optimizer.schedule(state.version), jnp.float32),
     "skipped": 1.0 - finite.astype(jnp.float32),
   }
-  return TrainState(
+  return state._replace(
     params=params,
     opt_state=keep(opt_state, state.opt_state),
     version=state.version + applied,

@@ -20,7 +20,7 @@ from tba_jax import optimizers, sharding
 from tba_jax.checkpoints.gguf import read_gguf
 from tba_jax.checkpoints.locate import PACKAGE, in_package
 from tba_jax.checkpoints.stored import read_json
-from tba_jax.models import encoder, transformer
+from tba_jax.models import encoder, scalar_head, transformer
 from tba_jax.models import lora as lora_lib
 from tba_jax.models.known import KNOWN
 from tba_jax.models.lora import LoraSettings
@@ -116,7 +116,7 @@ def placements(
   optimizer: str, param_dtype: Any, compute_dtype: Any, sample_dtype: Any, cache_dtype: Any, attention: str, slots: int,
   lane_samples: int, max_prompt_tokens: int, max_new_tokens: int, buffer_capacity: int,
   lora: LoraSettings | None = None, reference_moves: bool = False, reference_average: bool = False,
-  beside: Sequence[Beside] = (),
+  beside: Sequence[Beside] = (), with_head: bool = False,
 ) -> list[Placement]:
   """What each part of a run keeps, device counts as `config.resolve_devices` gives them; searchers 0 where they are in
   other processes.
@@ -125,6 +125,7 @@ def placements(
   adapters are trained or everything: the weights (merged ones), and the reference (the base that they are merged with).
   A reference that moves is kept by the trainer too, and with `reference_average` the float32 average that it is set to.
   `beside`: what the task keeps on each searcher.
+  `with_head`: the loss learns a scalar head beside the model, with AdamW's state.
   Raises: ValueError if the pattern of `lora` matches no layer.
   """
   trainer_devices, searcher_devices = devices[:trainer], []
@@ -155,6 +156,11 @@ def placements(
     if wanted:
       copy = transformer.abstract_params(cfg, jnp.dtype(dtype))
       found.append(_place("trainer", trainer_devices, content, copy, sharding.param_shardings(copy, mesh)))
+  if with_head:
+    head = scalar_head.abstract_scalar_head(cfg)
+    copies = [head] * 4  # the gradient and two moments beside it
+    layouts = [sharding.param_shardings(head, mesh)] * 4
+    found.append(_place("trainer", trainer_devices, "scalar head", copies, layouts))
   for number, group in enumerate(searcher_devices):
     mesh = sharding.make_mesh(group)
     mesh = sharding.make_mesh(group, fsdp=1, tensor=len(group))

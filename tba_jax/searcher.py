@@ -42,6 +42,7 @@ class SampleSettings:
   truncated: str
   length_buckets: tuple[int, ...]  # row lengths at which groups are scored
   hang_secs: float  # after which the grading of a group is given up
+  score_reference: bool = True  # false: the loss never reads log_ref, which is 0 then
 
 
 @dataclasses.dataclass
@@ -136,6 +137,10 @@ class Searcher:
     reference, ref_version = self._reference
     params = jax.jit(transformer.unstack)(reference)
     return Weights(ref_version, params, params)
+
+  def score_by_reference(self, prompt: Prompt, sampled: SampledGroup) -> np.ndarray:
+    """log_ref float32 [S, T] of a sampled group, 0 beyond the lengths."""
+    return self._score_rows(self._score, self._reference[0], prompt.tokens, sampled.tokens, sampled.lengths)
 
   def set_reference(self, reference: Any, ref_version: int) -> None:
     """From now on groups are scored by this reference; may be called from another thread."""
@@ -267,8 +272,10 @@ class Searcher:
       self.counts.dropped_groups += 1
       return None
     reference, ref_version = self._reference
-    with self._doing("score"):
-      log_ref = self._score_rows(self._score, reference, prompt.tokens, sampled.tokens, sampled.lengths)
+    log_ref = np.zeros(sampled.tokens.shape, np.float32)
+    if self._settings.score_reference:
+      with self._doing("score"):
+        log_ref = self._score_rows(self._score, reference, prompt.tokens, sampled.tokens, sampled.lengths)
     longest = int(sampled.lengths[keep].max())
     return RolloutGroup(
         prompt_id=occurrence.prompt_id, occurrence=occurrence.occurrence, attempt=occurrence.attempt,

@@ -64,6 +64,11 @@ PARAM_AXES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
   # A reward model's head.
   (r"score/kernel", ("embed", None)),
   (r"score/bias", (None,)),
+  # A number for each token, learnt beside the model.
+  (r"scalar_head/hidden/kernel", ("embed", None)),
+  (r"scalar_head/hidden/bias", (None,)),
+  (r"scalar_head/out/kernel", (None, None)),
+  (r"scalar_head/out/bias", (None,)),
   # Encoders, whose layers have the names of a decoder's.
   (r"embed/word/table", ("vocab", "embed")),
   (r"embed/(position|token_type)/table", (None, "embed")),

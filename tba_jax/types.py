@@ -122,3 +122,5 @@ class TrainState(NamedTuple):
   version: jax.Array  # int32 [], applied updates
   steps: jax.Array  # int32 [], attempted updates
   skipped_in_row: jax.Array  # int32 [], updates skipped since the last applied one
+  head: Any = ()  # parameters of the scalar head that some losses learn beside the model; never published or exported
+  head_opt_state: Any = ()

@@ -70,6 +70,11 @@ def test_what_lies_below_a_limit_is_not_told(changes, tmp_path):
   assert _told(tmp_path, _lines(100, **changes)) == []  # of two searchers, waits of 0.9 s a second are 45% each
 
 
+def test_an_objective_that_reads_no_reference_has_no_distance_to_it(tmp_path):
+  lines = [{name: value for name, value in line.items() if name != "log_ratio_ref"} for line in _lines(50)]
+  assert _told(tmp_path, lines) == []
+
+
 def test_a_whole_window_is_looked_at(tmp_path):
   one_right = [*_lines(19, reward=0.0, equal_reward_groups=1.0), *_lines(1, first=20, reward=0.1),
                *_lines(18, first=21, reward=0.0, equal_reward_groups=1.0)]

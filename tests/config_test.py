@@ -225,8 +225,8 @@ def test_choices_are_those_of_the_parts_that_take_them():
 
 
 def test_losses_that_no_run_can_train_are_refused():
-  assert _problems(_quickstart(**{"loss.name": "tb_learned_z"}))[0] == (
-    "loss.name='tb_learned_z' needs a learned log Z, which no run trains yet; use another, for example tb_vargrad")
+  learnt = {"loss.name": "tb_learned_z", "loss.head_learning_rate": 1e-2}
+  config_lib.validate(_quickstart(**learnt), num_devices=3, platform="cpu")
   assert "loss.name='sft' learns from examples" in _problems(_quickstart(**{"loss.name": "sft"}))[0]
 
 
@@ -413,6 +413,9 @@ def test_nearest_right_name(name, line):
   ({"loss.beta_final": 0.0},
    "loss.beta_final=0.0 must be above 0 for loss.name='tb_vargrad', which divides rewards by it; set loss.beta_final "
    "above 0"),
+  ({"loss.name": "dr_grpo", "buffer.dedup": False, "reference.reset_every_steps": 50},
+   "reference.reset_every_steps=50 means nothing to loss.name='dr_grpo' with loss.beta_init=0.05 and "
+   "loss.beta_final=0.05, which reads no reference; set it to 0"),
   ({"loss.name": "rloo", "train.responses_per_prompt": 8, "buffer.dedup": False},
    "train.responses_per_prompt=8 must equal sample.responses_per_prompt=16 for loss.name='rloo', which is biased on "
    "parts of a group; make them equal"),

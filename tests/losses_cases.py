@@ -134,6 +134,12 @@ def run(fn, case: Case, *, beta: float, common: bool = False, **layout):
   return evaluate(fn, log_pi, batch, places, beta=beta, common=common)
 
 
+def constant_head(spec) -> dict:
+  """What a loss with a scalar head takes besides: a head that reads 0.3 everywhere."""
+  log_z = {"log_z": jnp.full(NUM_RESPONSES, 0.3)} if spec.needs_log_z else {}
+  return log_z | ({"values": jnp.full((NUM_ROWS, WIDTH), 0.3)} if spec.needs_values else {})
+
+
 COMMON_METRICS = frozenset((
   "reward", "reward_group_std", "equal_reward_groups", "truncated", "log_ratio_ref", "residual_abs", "beta_log_z",
   "beta_log_z_square", "log_ratio_mu_abs", "log_ratio_mu_max", "log_ratio_mu_q05", "log_ratio_mu_q50",

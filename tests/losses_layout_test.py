@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tba_jax.losses import segments
-from tba_jax.losses.registry import LOSSES
+from tba_jax.losses.registry import LOSSES, head_keywords
 
 BETA = 0.05
 NAMES = sorted(LOSSES)
@@ -20,12 +20,16 @@ WITH_COMMON_METRICS = ("tb_vargrad",)  # the shared metrics are one piece of cod
 
 @functools.lru_cache(maxsize=None)
 def loss(name):
-  """The loss; one that takes log_z gets an estimate that depends on the prompt's rewards only."""
-  if not LOSSES[name].needs_log_z:
-    return LOSSES[name].fn
-  return lambda log_pi, batch, *, beta: LOSSES[name].fn(
-    log_pi, batch, beta=beta, log_z=segments.kept(0.3 + segments.group_means(batch.rewards, batch), batch)
-  )
+  """The loss; one that reads a scalar head gets one that depends on the responses' tokens and rewards only."""
+  spec = LOSSES[name]
+  if not spec.needs_head:
+    return spec.fn
+
+  def with_head(log_pi, batch, *, beta):
+    scalar = 0.3 * batch.log_mu + segments.at_tokens(segments.kept(batch.rewards, batch), batch)
+    return spec.fn(log_pi, batch, beta=beta, **head_keywords(spec, scalar, batch))
+
+  return with_head
 
 
 def compare(actual, wanted):

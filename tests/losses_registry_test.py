@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 
-import jax.numpy as jnp
 import losses_cases as cases
 import numpy as np
 import pytest
@@ -25,8 +24,7 @@ def test_make_loss_refuses_an_option_that_the_loss_lacks():
 
 @functools.lru_cache(maxsize=None)
 def loss(name):
-  fn = LOSSES[name].fn
-  return functools.partial(fn, log_z=jnp.full(cases.NUM_RESPONSES, 0.3)) if LOSSES[name].needs_log_z else fn
+  return functools.partial(LOSSES[name].fn, **cases.constant_head(LOSSES[name]))
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))

@@ -13,6 +13,8 @@ from tba_jax.losses import segments
 from tba_jax.types import Batch
 
 SQUARE_SUFFIX = "_square"
+# Made of log_ref; `kl_term` is GRPO's own.
+OF_REFERENCE = frozenset(("log_ratio_ref", "residual_abs", "beta_log_z", "beta_log_z_square", "kl_term"))
 STD_SUFFIX = "_std"
 
 

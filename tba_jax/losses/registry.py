@@ -10,7 +10,8 @@ from typing import Any, Protocol
 
 import jax
 
-from tba_jax.losses import clipped, importance, policy_gradient, preference, supervised, trajectory_balance
+from tba_jax.losses import actor_critic, clipped, importance, policy_gradient, preference, segments, supervised
+from tba_jax.losses import trajectory_balance
 from tba_jax.types import Batch
 
 
@@ -28,7 +29,8 @@ class LossSpec:
   distribution really sampled from. `needs_reference`: it reads log_ref. `min_responses`: fewer valid rows in a group
   teach nothing. `whole_groups`: only right for whole sampling groups (no dedup, no reward priority). `positive_beta`:
   divides by beta, or teaches nothing at beta = 0; to the others a beta of 0 only means no reference.
-  `needs_log_z`: takes the keyword log_z f32[N], nats.
+  `needs_log_z`: takes the keyword log_z f32[N], nats. `needs_values`: takes the keyword values f32[B, T], reward units.
+  Either is read off a scalar head that is learnt beside the model.
   """
 
   fn: LossFn
@@ -39,14 +41,24 @@ class LossSpec:
   whole_groups: bool
   positive_beta: bool = False
   needs_log_z: bool = False
+  needs_values: bool = False
+
+  @property
+  def needs_head(self) -> bool:
+    return self.needs_log_z or self.needs_values
+
+  def reads_reference(self, *betas: float) -> bool:
+    """Whether log_ref changes anything at one of these values of beta."""
+    return self.needs_reference and max(betas) > 0
 
 
 def _spec(fn: LossFn, *needs: str, min_responses: int = 2, whole_groups: bool = True) -> LossSpec:
-  """`needs` of "beta", "beta > 0" (which includes "beta"), "log_mu", "reference", "log_z"."""
-  assert set(needs) <= {"beta", "beta > 0", "log_mu", "reference", "log_z"}, needs
+  """`needs` of "beta", "beta > 0" (which includes "beta"), "log_mu", "reference", "log_z", "values"."""
+  named = ("log_mu", "reference", "log_z", "values")
+  assert set(needs) <= {"beta", "beta > 0", *named}, needs
   return LossSpec(
     fn=fn, min_responses=min_responses, whole_groups=whole_groups, needs_beta="beta" in needs or "beta > 0" in needs,
-    positive_beta="beta > 0" in needs, **{f"needs_{x}": x in needs for x in ("log_mu", "reference", "log_z")},
+    positive_beta="beta > 0" in needs, **{f"needs_{x}": x in needs for x in named},
   )
 
 
@@ -67,6 +79,7 @@ LOSSES: dict[str, LossSpec] = {
   "pass_at_k": _spec(policy_gradient.pass_at_k),
   "proximal_rloo": _spec(clipped.proximal_rloo, "beta", "log_mu", "reference"),
   "ppo_clip": _spec(clipped.ppo_clip, "beta", "log_mu", "reference"),
+  "ppo": _spec(actor_critic.ppo, "beta", "log_mu", "reference", "values", min_responses=1),
   "decoupled_ppo": _spec(clipped.decoupled_ppo, "beta", "log_mu", "reference"),
   "grpo": _spec(clipped.grpo, "beta", "log_mu", "reference"),
   "dr_grpo": _spec(clipped.dr_grpo, "log_mu"),
@@ -80,6 +93,10 @@ LOSSES: dict[str, LossSpec] = {
 }
 
 
+# Keyword arguments that hold what a step computes.
+_ARRAYS = ("beta", "log_z", "values", "old_values")
+
+
 def get_loss(name: str) -> LossSpec:
   """Returns the loss of that name. Raises ValueError with the nearest names where there is none."""
   if name not in LOSSES:
@@ -88,9 +105,9 @@ def get_loss(name: str) -> LossSpec:
 
 
 def loss_options(name: str) -> dict[str, Any]:
-  """Returns the options of a loss with their defaults (its keyword arguments besides beta and log_z)."""
+  """Returns the options of a loss with their defaults: its keyword arguments besides those that hold arrays."""
   parameters = inspect.signature(get_loss(name).fn).parameters.values()
-  return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in ("beta", "log_z")}
+  return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in _ARRAYS}
 
 
 def make_loss(name: str, **options: Any) -> LossFn:
@@ -100,6 +117,14 @@ def make_loss(name: str, **options: Any) -> LossFn:
     if option not in known:
       raise ValueError(f"option {option!r} is unknown to loss {name!r}; {_suggestion(option, known)}.")
   return functools.partial(get_loss(name).fn, **options)
+
+
+def head_keywords(spec: LossSpec, scalar: jax.Array, batch: Batch) -> dict[str, jax.Array]:
+  """What a loss with a scalar head takes besides log_pi: `scalar` is what the head reads before each token, f32[B, T].
+
+  A log Z is what it reads at the end of the prompt, before the first token of the response.
+  """
+  return {"values": scalar} if spec.needs_values else {"log_z": segments.at_first_token(scalar, batch)}
 
 
 def _suggestion(name: str, known: dict[str, Any]) -> str:

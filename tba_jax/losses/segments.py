@@ -56,18 +56,41 @@ def response_lengths(batch: Batch) -> jax.Array:
   return response_sums(jnp.ones(batch.sequence_ids.shape, jnp.float32), batch)
 
 
-def suffix_sums(values: jax.Array, batch: Batch) -> jax.Array:
+def suffix_sums(values: jax.Array, batch: Batch, *, decay: float = 1.0) -> jax.Array:
   """Sums `values` [B, T] over each token and those after it in the same response: [B, T], 0 where none counts.
 
-  The scan starts afresh at the last token of a response (responses are contiguous), so what else a packed row holds
-  costs no digits.
+  A token d places later counts decay^d times. The scan starts afresh at the last token of a response (responses are
+  contiguous), so what else a packed row holds costs no digits.
   """
 
   def combine(later: tuple[jax.Array, jax.Array], earlier: tuple[jax.Array, jax.Array]):
-    return jnp.where(earlier[1], earlier[0], later[0] + earlier[0]), later[1] | earlier[1]
+    carried = jnp.where(earlier[1] > 0.0, earlier[1] * later[0], 0.0)  # whatever another response holds, inf too
+    return earlier[0] + carried, earlier[1] * later[1]
 
-  sums, _ = jax.lax.associative_scan(combine, (masked(values, batch), last_token_mask(batch)), reverse=True, axis=1)
+  going_on = jnp.where(last_token_mask(batch), 0.0, decay)
+  sums, _ = jax.lax.associative_scan(combine, (masked(values, batch), going_on), reverse=True, axis=1)
   return masked(sums, batch)
+
+
+def following(values: jax.Array, batch: Batch) -> jax.Array:
+  """The value [B, T] of the next token of the same response, 0 at its last token and where none counts: [B, T]."""
+  shifted = jnp.pad(values[:, 1:], ((0, 0), (0, 1)))
+  return masked(jnp.where(last_token_mask(batch), 0.0, shifted), batch)
+
+
+def at_first_token(values: jax.Array, batch: Batch) -> jax.Array:
+  """`values` [B, T] at the first token of each response, mean over its group: [N]; every row carries its group's.
+
+  What is known before the first token is known of the prompt alone, so the rows of a group differ by rounding at most;
+  an empty response takes its group's.
+  """
+  ids = batch.sequence_ids
+  before = jnp.pad(ids[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+  num = batch.rewards.shape[0]
+  first = masked(jnp.where(ids != before, values, 0.0), batch)
+  sums = jax.ops.segment_sum(first.reshape(-1), ids.reshape(-1), num_segments=num + 1)[:num]
+  has_tokens = (response_lengths(batch) > 0.0).astype(jnp.float32)
+  return group_sums(sums, batch) / jnp.maximum(group_sums(has_tokens, batch), 1.0)
 
 
 def last_token_mask(batch: Batch) -> jax.Array:

@@ -64,7 +64,7 @@ def tb_vargrad(log_pi: jax.Array, batch: Batch, *, beta: jax.Array) -> tuple[jax
 def tb_learned_z(
   log_pi: jax.Array, batch: Batch, *, beta: jax.Array, log_z: jax.Array | None = None
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """Trajectory balance with a given log Z per prompt, as a partition network or a table learns it.
+  """Trajectory balance with a log Z per prompt that is learnt, here by a head over the prompt's last hidden state.
 
       loss = (beta / 2) mean over valid responses of weight (log_z + log_pi - log_ref - reward / beta)^2
 

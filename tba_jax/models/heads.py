@@ -1,4 +1,4 @@
-"""What is read off the hidden states: log-probabilities of tokens, and a reward model's score of a sequence."""
+"""What is read off the hidden states: log-probabilities of tokens, a number for each, a reward model's score."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from tba_jax import sharding
+from tba_jax.models.scalar_head import NAME as SCALAR_HEAD
+from tba_jax.models.scalar_head import read_scalar
 from tba_jax.models.transformer import Params, hidden_states, masked_logits
 from tba_jax.models.variants import ModelConfig
 
@@ -21,20 +23,21 @@ def token_logprobs(params: Params, cfg: ModelConfig, tokens: jax.Array, position
                    temperature: float | jax.Array, dtype: jax.typing.DTypeLike, remat: str = "none",
                    chunk_tokens: int = 1024,
                    backend: str = "xla", mesh: Mesh | None = None,
-                   constrain: Callable[[jax.Array], jax.Array] | None = None) -> tuple[jax.Array, jax.Array]:
+                   constrain: Callable[[jax.Array], jax.Array] | None = None) -> tuple[jax.Array, ...]:
   """Log-probability of every token given those before it in its segment, and the entropy of its distribution.
 
   The policy is softmax(logits / temperature) over the full vocabulary. The head runs over pieces of the row with
   rematerialisation, so that no [B, T, V] array exists in the forward or the backward pass, unless one piece is all.
 
   Args:
-    params: stacked layers. tokens, positions, segment_ids: int32 [B, T] as in `hidden_states`; the tokens of a segment
-      are adjacent.
+    params: stacked layers, perhaps with a `scalar_head`. tokens, positions, segment_ids: int32 [B, T] as in
+      `hidden_states`; the tokens of a segment are adjacent.
     temperature: > 0. dtype, remat, backend, mesh, constrain: as in `hidden_states`.
     chunk_tokens: about how many tokens' logits (f32, V each) exist at once, over all rows.
   Returns: (log_p, entropy), float32 [B, T] in nats, aligned with the token that is scored; 0 at the first token of a
     segment and at padding. The entropy is a measurement: it takes no gradient, which would cost a step passes over the
-    logits.
+    logits. With a scalar head (log_p, entropy, scalar): entry t of that is read off the hidden state that token t is
+    predicted from, so it knows the tokens before it and no more.
   """
   hidden = hidden_states(
     params, cfg, tokens, positions, segment_ids, dtype=dtype, remat=remat, backend=backend, mesh=mesh,
@@ -47,8 +50,9 @@ def token_logprobs(params: Params, cfg: ModelConfig, tokens: jax.Array, position
   if tokens.shape[0] % sharding.num_batch_shards(mesh) == 0:
     run = sharding.by_rows(mesh, run)
   log_p, entropy = run(head, hidden[:, :-1], tokens[:, 1:])
+  scalar = (read_scalar(params[SCALAR_HEAD], hidden[:, :-1]),) if SCALAR_HEAD in params else ()
   first = ((0, 0), (1, 0))
-  return jnp.pad(jnp.where(scored, log_p, 0.0), first), jnp.pad(jnp.where(scored, entropy, 0.0), first)
+  return tuple(jnp.pad(jnp.where(scored, values, 0.0), first) for values in (log_p, entropy, *scalar))
 
 
 def _chunked_head(head: Params, hidden: jax.Array, targets: jax.Array, *, cfg: ModelConfig,

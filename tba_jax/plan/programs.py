@@ -66,9 +66,8 @@ def trainer_part(config: ConfigDict, cfg: ModelConfig, devices: Sequence[jax.Dev
   step, optimizer = build.make_step(config, cfg, mesh)
   whole = transformer.abstract_params(cfg, build.param_dtype(config))
   base = _put(whole, sharding.param_shardings(whole, mesh))
-  trained = whole if lora is None else lora_lib.abstract_adapters(cfg, settings=lora)
-  state = jax.eval_shape(functools.partial(learner.fresh_state, optimizer=optimizer), trained)
-  state = _put(state, sharding.state_shardings(state, trained, sharding.param_shardings(trained, mesh), mesh))
+  head = learner.make_head(config.loss.name, learning_rate=config.loss.head_learning_rate)
+  state = _put(*learner.abstract_state(cfg, optimizer, lora=lora, head=head, mesh=mesh))
   batch = abstract_batch(largest_batch(config, len(devices)), sharding.batch_sharding(mesh))
   beta = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
   frozen = () if lora is None else (base,)
@@ -91,6 +90,8 @@ def trainer_part(config: ConfigDict, cfg: ModelConfig, devices: Sequence[jax.Dev
     published = state.params
     residents.insert(0, Resident("frozen base", _bytes(base)))
   residents.append(Resident("copy being published", _bytes(published)))
+  if head is not None:
+    residents.append(Resident("scalar head and its optimizer state", _bytes((state.head, state.head_opt_state))))
   if config.reference.reset_every_steps:
     copy = _put(_cast(whole, config.sample.dtype), sharding.param_shardings(whole, mesh))
     residents.append(Resident("reference", _bytes(copy)))

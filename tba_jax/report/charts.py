@@ -47,6 +47,7 @@ SECTIONS: tuple[tuple[str, tuple[Chart, ...]], ...] = (
     Chart("loss", "Loss", "loss", "of the objective in the config; its level says little across objectives"),
     Chart("log_ratio_ref", "log π − log ref", "nats a response",
           "mean over the responses drawn; no KL divergence unless the policy itself sampled them"),
+    Chart("kl_fresh", "KL to the reference", "nats a response", "on samples of the version evaluated", evals=True),
     Chart("kl_term", "KL estimate of the loss", "nats", "unweighted, of objectives with a KL term of their own"),
     Chart("entropy", "Entropy", "nats a token", "of the policy at the tokens trained on", low=0.0),
     Chart("equal_reward_groups", "Groups that tie", "share of groups",

@@ -148,6 +148,9 @@ class SearcherHost:
   def log_pi(self, group: RolloutGroup) -> np.ndarray | None:
     return self._searcher.log_pi(group)
 
+  def score_by_reference(self, prompt: Prompt, sampled: SampledGroup) -> np.ndarray:
+    return self._searcher.score_by_reference(prompt, sampled)
+
   def grade(self, prompt: Prompt, responses: Responses) -> np.ndarray:
     """The reward of evaluations."""
     return self._searcher.eval_reward(prompt, responses)
@@ -380,6 +383,9 @@ class RemoteSearcher:
 
   def log_pi(self, group: RolloutGroup) -> np.ndarray | None:
     return self._call("log_pi", group)
+
+  def score_by_reference(self, prompt: Prompt, sampled: SampledGroup) -> np.ndarray:
+    return self._call("score_by_reference", prompt, sampled)
 
   def eval_reward(self, prompt: Prompt, responses: Responses) -> np.ndarray:
     return self._call("grade", prompt, responses)

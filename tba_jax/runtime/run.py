@@ -22,6 +22,7 @@ from tba_jax.meters import Profile, StalenessStats, Timeline, WaitMeter, bottlen
 from tba_jax.metrics import MetricsWriter, Progress, RolloutLog, SlowStage
 from tba_jax.runtime.exchange import Exchange
 from tba_jax.runtime.reference import Reference
+from tba_jax.runtime.sampled_kl import sampled_kl
 from tba_jax.runtime.settings import RunSettings, StopFlag, Totals
 from tba_jax.runtime.trainer import Prepared, StepReport, Trainer
 from tba_jax.searcher import LogprobGap, Searcher, SearcherCounts
@@ -312,7 +313,8 @@ class Run:
           max_new_tokens=self.settings.max_new_tokens, stopped=stopped, seed=(self.settings.seed + 1) % 2**32,
           temperature=self.settings.temperature if isinstance(self.task, SampledEvalTask) else 0.0,
           on_progress=self._eval_progress(step, searcher.heartbeat))
-    self.record_evaluation(result, step=step)
+      kl = sampled_kl(searcher, engine, self.eval_prompts, self.settings, stopped=stopped)
+    self.record_evaluation(result, kl, step=step)
     return result
 
   def _eval_progress(self, step: int, heartbeat: Heartbeat) -> Callable[[int], None]:
@@ -325,7 +327,7 @@ class Run:
 
     return on_progress
 
-  def record_evaluation(self, result: Evaluation, *, step: int) -> None:
+  def record_evaluation(self, result: Evaluation, kl: dict[str, float], *, step: int) -> None:
     """Logs an evaluation at the step whose weights it is of."""
     with self._lock:
       totals, self._accuracy = self.totals, result.accuracy
@@ -337,7 +339,7 @@ class Run:
       if not result.accuracy <= totals.accuracy_best:
         totals.accuracy_best, totals.best_step = result.accuracy, step
         self.run_state.mark_best(step)
-    self.writer.write(step, result.scalars())
+    self.writer.write(step, result.scalars() | kl)
     for response in result.responses[:32]:
       self.rollouts.write(
           step, prompt=response.prompt.text, response=response.text, reward=response.reward, version=result.version,

@@ -36,6 +36,8 @@ class RunSettings:
   lag: int  # -1: the draw of TBA
   sync_every_steps: int
   eval_every_steps: int
+  eval_kl_prompts: int
+  samples_per_prompt: int  # S
   checkpoint_every_steps: int
   max_new_tokens: int
   temperature: float
