@@ -1,0 +1,121 @@
+"""The studies of objectives: their arithmetic on made-up runs; slow: each in its shortest form, with real runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from experiments import ablations, off_policy, study
+
+
+def finished(path, cells):
+  """A study with these (key, accuracy) cells."""
+  found = study.Study(path, {"what": "made up"})
+  for key, after in cells:
+    found.add(key, {"after": after, "before": 0.3, "train_seconds": 2.0, "seconds": 3.0, "last": {}})
+  return found
+
+
+def test_a_study_goes_on_where_it_was_stopped(tmp_path):
+  path, ran = tmp_path / "some.json", []
+
+  def run(key):
+    ran.append(key["n"])
+    return {"after": key["n"] / 10, "seconds": 60.0}
+
+  keys = [{"n": n} for n in range(4)]
+  found = study.Study(path, {"what": "some"})
+  # A cell takes a minute by its own word, so that after one there is no room for another in a minute and a half.
+  assert not found.run_missing(keys, run, minutes=1.0, began=time.monotonic() - 1)
+  assert ran == [0]
+  again = study.Study(path, {"what": "some"})
+  assert again.find(n=0) == {"key": {"n": 0}, "after": 0.0, "seconds": 60.0}
+  assert again.run_missing(keys, run, minutes=100.0, began=time.monotonic())
+  assert ran == [0, 1, 2, 3] and again.after(n=3) == 0.3 and again.after(n=4) is None
+  assert json.loads(path.read_text())["about"] == {"what": "some"}
+
+
+def test_rates_are_chosen_at_lag_0_and_at_each_lag_on_the_tuning_seed(tmp_path):
+  low, middle, _ = off_policy.RATES
+  tuned = {0: (0.5, 0.8, 0.7), 16: (0.6, 0.4, 0.6)}
+  cells = [(off_policy.cell("rloo", lag, 0, rate, 200), after)
+           for lag, row in tuned.items() for rate, after in zip(off_policy.RATES, row)]
+  found = finished(tmp_path / "off.json", cells)
+  assert list(off_policy.tuning_cells(["rloo"], [0, 16], 200)) == [key for key, _ in cells]
+  assert off_policy.best_rate(found, "rloo", 0, 200) == middle
+  assert off_policy.best_rate(found, "rloo", 16, 200) == low  # of equals the lower
+  assert off_policy.best_rate(found, "rloo", 64, 200) is None
+  finals = [key for choice in off_policy.CHOICES
+            for key in off_policy.final_cells(found, ["rloo"], [0, 16], [1], 200, choice)]
+  assert [(key["lag"], key["rate"]) for key in finals] == [(0, middle), (16, middle), (0, middle), (16, low)]
+  for key, after in zip(finals, (0.9, 0.5, 0.9, 0.7)):
+    if found.find(**key) is None:
+      found.add(key, {"after": after, "before": 0.3, "train_seconds": 2.0})
+  text = off_policy.write_table(found, tmp_path / "off.md", ["rloo"], [0, 16], [1], 200)
+  assert "| `rloo` | 90.0 | 50.0 |" in text and "| `rloo` | 90.0 | 70.0 |" in text
+  changes = off_policy.changes_of(finals[1])
+  assert (changes["train.steps"], changes["runtime.lag"], changes["train.learning_rate"]) == (216, 16, middle)
+  assert changes["buffer.capacity"] >= 17 * 32 and changes["buffer.max_uses"] == 1
+
+
+def test_every_arm_of_the_ablations_changes_one_setting_and_the_base_is_run_once():
+  keys = list(ablations.cells(tuple(ablations.ARMS), [1], 150))
+  assert len(keys) == 1 + sum(bool(changes) for values in ablations.ARMS.values() for changes in values.values())
+  for setting, values in ablations.ARMS.items():
+    assert sum(not changes for changes in values.values()) == 1, setting
+  for key in keys[1:]:
+    assert ablations.changes_of(key) != {**ablations.BASE, "seed": 1}
+
+
+@pytest.mark.slow
+def test_a_lab_scores_what_it_sampled_and_takes_the_gradient_of_the_train_step():
+  import jax
+  import jax.numpy as jnp
+  import tiny
+
+  from experiments.lab import Lab
+  from tba_jax import learner, optimizers
+  from tba_jax.losses.registry import make_loss
+  from tba_jax.types import Prompt
+
+  cfg, tokenizer = tiny.tiny_config(), tiny.tiny_tokenizer()
+  reference, policy = tiny.tiny_params(cfg, seed=0), tiny.tiny_params(cfg, seed=1)
+  lab = Lab(cfg, tokenizer, reference, grade=lambda prompt, text, cut: float(len(text) % 3), max_prompt_tokens=6,
+            max_new_tokens=5, response_text=lambda ids: tokenizer.decode(list(ids)), slots=8, temperature=0.7)
+  prompts = [Prompt(i, np.arange(3, 6 + i, dtype=np.int32), "", "") for i in range(2)]
+  batch = lab.batch(lab.draw(prompts, lab.sample(reference, prompts, num_samples=4)))
+  counted = batch.sequence_ids < 8
+  assert counted.sum() == batch.num_tokens and len(set(batch.rewards.tolist())) > 1
+  np.testing.assert_allclose(batch.log_mu[counted], batch.log_ref[counted], atol=1e-4)
+  optimizer = optimizers.make_optimizer("sgd", schedule=lambda count: jnp.float32(1.0), clip_norm=float("inf"))
+  step = learner.make_train_step(cfg, make_loss("rloo"), optimizer, temperature=0.7, compute_dtype=jnp.float32,
+                                 remat="none", micro_batches=1, chunk_tokens=64)
+  state, _ = step(learner.init_train_state(jax.tree.map(jnp.copy, policy), optimizer), batch, np.float32(0.1))
+  moved = jax.flatten_util.ravel_pytree(jax.tree.map(lambda a, b: a - b, policy, state.params))[0]
+  found = lab.gradient(make_loss("rloo"), beta=0.1)(policy, batch)
+  np.testing.assert_allclose(found, moved, atol=2e-5 * float(np.abs(found).max()) + 1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, flags", [
+  ("off_policy", ["--losses=tb_vargrad,rloo", "--lags=0,2", "--seeds=1"]), ("ablations", ["--only=m,searchers"]),
+])
+def test_a_study_in_its_shortest_form_runs_and_goes_on(tmp_path, name, flags):
+  """Table, plot and JSON are written; the same command again runs nothing."""
+  command = [sys.executable, "-m", f"experiments.{name}", f"--out={tmp_path}", "--quick", *flags]
+  env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+  env.pop("XLA_FLAGS")  # of these tests: 8 devices
+  path = tmp_path / f"{name}.json"
+  for attempt in range(2):
+    done = subprocess.run(command, cwd=study.REPO, env=env, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0 and "finished" in done.stderr, done.stderr[-2000:]
+    before = path.read_bytes() if attempt == 0 else before
+  assert path.read_bytes() == before and len(json.loads(before)["cells"]) > 4
+  assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+  assert "| --- |" in (tmp_path / f"{name}.md").read_text()
