@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tba_jax.disk import Disk
-from tba_jax.metrics import JsonLines, read_jsonl
+from tba_jax.metrics import METRICS_FILE, JsonLines, read_jsonl
 
 WARNINGS_FILE = "warnings.jsonl"
 WINDOW_STEPS = 20
@@ -78,6 +78,11 @@ def _idle(key: str, who: str, num: int) -> Callable[[Sequence[Line]], str | None
   return found
 
 
+def _numbers(line: Line) -> Line:
+  """A line as it was before it was written: what is no number there is null in the file."""
+  return {name: math.nan if value is None else value for name, value in line.items()}
+
+
 class Alarms:
   """Watches the lines of metrics.jsonl over the last WINDOW_STEPS steps. Each condition is told once a run, and kept in
   workdir/warnings.jsonl as {"step", "name", "text"}."""
@@ -110,6 +115,10 @@ class Alarms:
               "(devices.trainer)"),
       ]
     self._lines: deque[Line] = deque(maxlen=WINDOW_STEPS)
+    metrics = pathlib.Path(workdir) / METRICS_FILE
+    if resume_step >= 0 and metrics.exists():  # the window goes on where it was, so that a resumed run warns alike
+      self._lines.extend(_numbers(line) for line in read_jsonl(metrics)
+                         if "loss" in line and line["step"] <= resume_step)
 
   @property
   def told(self) -> list[str]:

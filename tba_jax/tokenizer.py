@@ -85,10 +85,14 @@ class Tokenizer:
     return self.hf.backend_tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
   def pieces(self, ids: Sequence[int]) -> list[str]:
-    """What each token adds to the text of the one before it; joined they are `decode(ids)`, unless a character is split
-    between tokens. A special token adds nothing."""
-    befores = [ids[max(0, index - 1) : index] for index in range(len(ids))]
-    return [self.decode([*before, token])[len(self.decode(before)) :] for before, token in zip(befores, ids)]
+    """What each token adds to the text of the last one that has any; joined they are `decode(ids)`, unless a character
+    is split between tokens. A special token adds nothing."""
+    pieces: list[str] = []
+    before: list[int] = []
+    for token in ids:
+      pieces.append(self.decode([*before, token])[len(self.decode(before)) :])
+      before = [token] if self.decode([token]) else before
+    return pieces
 
   @property
   def bos_id(self) -> int | None:

@@ -64,6 +64,16 @@ def test_each_condition_is_told_once_with_what_to_do(changes, name, text, tmp_pa
   assert len(_told(tmp_path, _lines(100, first=11, **changes), resume_step=10)) == 1
 
 
+def test_a_resumed_run_warns_when_the_unbroken_one_does(tmp_path):
+  changes = dict(log_ratio_ref=float("nan"), loss=0.5)
+  written = [{name: None if value != value else value for name, value in line.items()}  # NaN is null in the file
+             for line in _lines(15, **changes)]
+  evaluation = {"step": 10, "eval_accuracy": 0.5}
+  (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (*written, evaluation)))
+  broken = _told(tmp_path, _lines(30, first=11, **changes), resume_step=10)
+  assert len(broken) == 1 and "steps 1 to 20" in broken[0]
+
+
 @pytest.mark.parametrize("changes", [
   dict(searcher_waits=0.9), dict(trainer_waits=0.45), dict(log_ratio_ref=9.0), dict(staleness_mean=31.0)])
 def test_what_lies_below_a_limit_is_not_told(changes, tmp_path):

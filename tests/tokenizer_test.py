@@ -11,6 +11,7 @@ import pytest
 import tokenizers
 
 import tiny_tokenizers
+from tba_jax.tasks.arithmetic import make_arithmetic_tokenizer
 from tba_jax.tokenizer import load_tokenizer, make_tokenizer
 
 TEXT = "  Janet's 16 eggs ,  a  day !\n\n\tÉté 🙂 <|im_end|> 1,000.50"
@@ -35,6 +36,10 @@ def test_pieces_are_what_each_token_adds_to_the_text():
   assert "".join(pieces) == tokenizer.decode(ids) and len(pieces) == len(ids)
   assert pieces == ["" if token == IM_END else tokenizer.decode([token]) for token in ids]
   assert tokenizer.pieces([]) == []
+  words = make_arithmetic_tokenizer()  # a decoder that puts a space between words
+  a, b = words.encode("3 +")
+  assert words.pieces([a, words.hf.pad_token_id, b, words.hf.pad_token_id, a]) == ["3", "", " +", "", " 3"]
+  assert words.decode([a, words.hf.pad_token_id, b]) == "3 +"
 
 
 def test_begin_of_text_only_when_asked():
