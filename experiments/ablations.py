@@ -12,11 +12,14 @@ Writes ablations.json, .md and .png.
 
 from __future__ import annotations
 
+import pathlib
 import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # so that it runs as a file, too
 
 from experiments import study
 

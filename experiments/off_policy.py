@@ -25,6 +25,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # so that it runs as a file, too
+
 from experiments import study
 
 LOSSES = ("tb_vargrad", "tba_prime", "reinforce", "rloo", "ppo_clip", "dr_grpo", "cispo", "dpo")
