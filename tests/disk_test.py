@@ -14,10 +14,15 @@ from tba_jax.disk import AppendedFile, Disk
 
 
 class _Room:
-  """Sets how many bytes a file may have."""
+  """Sets how many bytes a file may have, for as long as its block lasts and not longer: the limit is the process's, and
+  pytest itself may be writing to a file."""
 
-  def __init__(self):
+  def __enter__(self) -> _Room:
     self._before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    return self
+
+  def __exit__(self, *exception) -> None:
+    self.free()
 
   def limit(self, num_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, self._before[1]))
@@ -27,30 +32,24 @@ class _Room:
 
 
 @pytest.fixture
-def room():
-  room = _Room()
-  yield room
-  room.free()
-
-
-@pytest.fixture
 def said():
   return []
 
 
-def test_what_a_full_disk_refuses_is_written_later_in_its_order_and_said_once(tmp_path, room, said):
+def test_what_a_full_disk_refuses_is_written_later_in_its_order_and_said_once(tmp_path, said):
   disk = Disk(said.append)
   files = [AppendedFile(tmp_path / name, disk=disk) for name in ("a", "b")]
   records = [bytes([ord("0") + number]) * 10 + b"\n" for number in range(10)]
-  for number, record in enumerate(records):
-    if number == 3:
-      room.limit(40)  # 3 records and a part of the fourth
-    if number == 8:
-      room.free()
-    for file in files:
-      file.append(record)
-    held = (tmp_path / "a").read_bytes()
-    assert held == b"".join(records[: min(3, number + 1) if number < 8 else number + 1]), "whole records only"
+  with _Room() as room:
+    for number, record in enumerate(records):
+      if number == 3:
+        room.limit(40)  # 3 records and a part of the fourth
+      if number == 8:
+        room.free()
+      for file in files:
+        file.append(record)
+      held = (tmp_path / "a").read_bytes()
+      assert held == b"".join(records[: min(3, number + 1) if number < 8 else number + 1]), "whole records only"
   for file in files:
     file.close()
     assert file.num_lost == 0
@@ -61,14 +60,15 @@ def test_what_a_full_disk_refuses_is_written_later_in_its_order_and_said_once(tm
   assert said[1] == "the disk takes files again; what waited in memory is written"
 
 
-def test_memory_for_what_waits_is_bounded_and_what_is_lost_is_said(tmp_path, room, said, monkeypatch):
+def test_memory_for_what_waits_is_bounded_and_what_is_lost_is_said(tmp_path, said, monkeypatch):
   monkeypatch.setattr(disk_lib, "_MOST_WAITING_BYTES", 25)
   file = AppendedFile(tmp_path / "a", disk=Disk(said.append))
   file.append(b"0123456789")
-  room.limit(10)
-  for _ in range(4):
-    file.append(b"abcdefghij")
-  file.close()
+  with _Room() as room:
+    room.limit(10)
+    for _ in range(4):
+      file.append(b"abcdefghij")
+    file.close()
   assert (tmp_path / "a").read_bytes() == b"0123456789"
   assert said[-1] == f"error: {tmp_path / 'a'} lacks 4 records, for which there was no room"
   file.append(b"after the end")
@@ -93,7 +93,7 @@ def test_an_error_that_is_not_of_the_disk_is_raised(tmp_path):
     AppendedFile(tmp_path / "no_such_folder" / "a").append(b"1")
 
 
-def test_threads_lose_nothing_while_the_disk_comes_and_goes(tmp_path, room, said):
+def test_threads_lose_nothing_while_the_disk_comes_and_goes(tmp_path, said):
   file = AppendedFile(tmp_path / "a", disk=Disk(said.append))
 
   def work(number: int) -> None:
@@ -101,13 +101,13 @@ def test_threads_lose_nothing_while_the_disk_comes_and_goes(tmp_path, room, said
       file.append(json.dumps([number, place]).encode() + b"\n")
 
   threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-  for thread in threads:
-    thread.start()
-  for num_bytes in (500, 2000, 5000):
-    room.limit(num_bytes)
-  for thread in threads:
-    thread.join()
-  room.free()
+  with _Room() as room:
+    for thread in threads:
+      thread.start()
+    for num_bytes in (500, 2000, 5000):
+      room.limit(num_bytes)
+    for thread in threads:
+      thread.join()
   file.append(b"[9, 9]\n")
   file.close()
   found = [tuple(json.loads(line)) for line in (tmp_path / "a").read_text().splitlines()]
