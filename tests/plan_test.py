@@ -166,11 +166,13 @@ def test_models_that_the_task_brings_count_in_searchers_memory():
   config = load_config("configs/gsm8k.py")
   with config.unlocked():
     config.task_args = dict(reward_model="EleutherAI/pythia-1b-deduped", gold_reward_model="", reward_dtype="float32",
-                            victim_model="meta-llama/Llama-3.1-8B")
+                            victim_model="meta-llama/Llama-3.1-8B", victim_slots=8, victim_max_prompt_tokens=96,
+                            victim_max_new_tokens=32)
   part = programs.searcher_part(config, RHO, jax.devices()[:2])
   sizes = {resident.content: resident.device_bytes for resident in part.residents}
   assert sizes["reward model"] == pytest.approx(4 * 1_011_781_632 / 2, rel=0.01), "float32, split over two devices"
   assert sizes["victim model"] == pytest.approx(2 * 8_030_261_248 / 2, rel=0.01), "in the dtype of sampling"
+  assert sizes["victim cache"] == 8 * 128 * 2 * 32 * 8 * 128 * 2 / 2, "keys and values of 32 layers, 8 heads of 128"
   assert "gold reward model" not in sizes
 
 
