@@ -394,7 +394,7 @@ class RemoteSearcher:
   def lend_engine(self) -> Iterator[RemoteEngine]:
     """The host's engine for an evaluation at other weights, while no rollout is under way."""
     assert self.is_idle()
-    if self._abandon:
+    if self._abandon or self._reference is not self._sent_reference:  # what is evaluated may ask for the reference
       self._turn(decode=False, wait=True)
     try:
       yield RemoteEngine(self._call)
