@@ -99,8 +99,8 @@ def test_an_evaluation_that_was_logged_and_not_saved_is_not_there_twice(tmp_path
   config = runs.short_config(runtime__mode="lockstep", eval__every_steps=2, checkpoint__every_steps=4)
   record = Run.record_evaluation
 
-  def copied(self, result, *, step):
-    record(self, result, step=step)
+  def copied(self, *arguments, step):
+    record(self, *arguments, step=step)
     if step == at:
       self.run_state.join()
       shutil.copytree(tmp_path / "whole", tmp_path / "killed")
