@@ -60,6 +60,7 @@ def test_sampler_benchmark_runs_groups_ragged_and_growth(tmp_path):
   assert results["notes"][0].startswith("Growth: with 1 slot a step takes ")
 
 
+@pytest.mark.slow
 def test_learner_benchmark_runs_without_rivals(tmp_path):
   results, printed = run_script(tmp_path, "bench_learner", "--cases=S")
   check_own_rows(results, ["S"], "secs")

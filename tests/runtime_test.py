@@ -271,6 +271,7 @@ def test_shared_prompts_sample_what_copies_sample(tmp_path):
     assert runs.results(tmp_path / name)["logprob_gap_max"] < 1e-4
 
 
+@pytest.mark.slow
 def test_an_int8_cache_with_recomputation_in_an_async_run(tmp_path):
   config = runs.short_config(sample__lane_samples=4, sample__cache_dtype="int8", sample__recompute_kv=True,
                              eval__every_steps=3)

@@ -42,6 +42,7 @@ def cache(tmp_path_factory):
   return tmp_path_factory.mktemp("xla")
 
 
+@pytest.mark.slow
 def test_sigterm_in_lockstep_resumes_to_the_bits_of_the_unbroken_run(tmp_path, cache):
   whole, broken = tmp_path / "whole", tmp_path / "broken"
   process = _start(whole, "--config.runtime.mode=lockstep", cache=cache)
