@@ -19,10 +19,10 @@ from tba_jax import build
 from tba_jax.checkpoints.model_folder import read_model_folder
 from tba_jax.meters import Timeline
 from tba_jax.models.variants import ModelConfig
+from tba_jax.runtime.host import Fetch, SearcherHost, SentWeights, Spans
 from tba_jax.runtime.parcels import pack, unpack
 from tba_jax.runtime.reference import Reference
-from tba_jax.runtime.remote import (Connection, Fetch, Put, RemoteSearcher, SearcherHost, SentWeights, SharedReference,
-                                    SharedWeightStore, Spans)
+from tba_jax.runtime.remote import Connection, Put, RemoteSearcher, SharedReference, SharedWeightStore
 from tba_jax.searcher import Searcher, cast
 from tba_jax.tasks.base import Task
 from tba_jax.types import Prompt

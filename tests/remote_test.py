@@ -162,6 +162,28 @@ def test_a_host_that_dies_too_often_stops_the_run_and_it_resumes(tmp_path, monke
   assert runs.results(tmp_path)["steps"] == 6
 
 
+def test_what_a_reward_says_of_an_evaluation_comes_back_too(tmp_path, monkeypatch, connections):
+  make_reward = build.make_reward
+
+  class Measuring:
+
+    def __init__(self, reward):
+      self._reward = reward
+
+    def __call__(self, prompt, responses):
+      return self._reward(prompt, responses)
+
+    def measure(self, texts):
+      return {"letters": float(sum(map(len, texts)))}
+
+  monkeypatch.setattr(build, "make_reward", lambda *args, for_eval: Measuring(make_reward(*args, for_eval=for_eval)))
+  changes = dict(runtime__mode="lockstep", train__steps=1, eval__every_steps=0)
+  assert runs.run(runs.short_config(**changes), tmp_path / "local") == 0
+  assert runs.run(_remote_config(monkeypatch, **changes), tmp_path / "remote") == 0
+  ours, theirs = (runs.results(tmp_path / name)["letters_after"] for name in ("remote", "local"))
+  assert ours == theirs > 0
+
+
 def test_a_host_with_other_prompts_is_refused(tmp_path, monkeypatch, connections):
   config = _remote_config(monkeypatch, runtime__mode="lockstep")
   checksum = build_remote.checksum_of_prompts

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from tba_jax.runtime.remote import HostDied, Report, SearcherHost, SentWeights
+from tba_jax.runtime.host import Report, SearcherHost, SentWeights
+from tba_jax.runtime.remote import HostDied
 
 _POLL_SECS = 0.1
 
