@@ -33,6 +33,7 @@ from tba_jax.runtime.order import OrderLog, run_replay
 from tba_jax.runtime.remote import Connection, Put
 from tba_jax.runtime.run import Run
 from tba_jax.runtime.settings import RunSettings, StopFlag
+from tba_jax.runtime.summary import results_of
 from tba_jax.workdir import (
     advising_on_memory, as_config_error, memory_advice, say, stop_on_signals, workdir_of_this_run)
 
@@ -143,7 +144,7 @@ def _run(config: ConfigDict, folder: pathlib.Path, stop: StopFlag, stack: contex
     _compile(the_run)
   code = _drive(the_run, folder)
   if code == DONE and not stop.is_set():
-    results = the_run.results()
+    results = results_of(the_run)
     progress.close()
     print(metrics.results_table(results), end="", flush=True)
     try:
@@ -216,8 +217,8 @@ def _evaluates_again(snapshot: Snapshot | None) -> set[int]:
   """Steps whose evaluations a resumed run makes, for its checkpoint was written before they were over."""
   if snapshot is None:
     return set()
-  last = snapshot.meta["totals"]["last_eval_step"]
-  return {step for step in (0, snapshot.step) if step > last}
+  under_way = {int(step) for step in snapshot.meta["evaluations"]}
+  return under_way | ({snapshot.step} if snapshot.step > snapshot.meta["totals"]["last_eval_step"] else set())
 
 
 def _like(tree: Any) -> Any:

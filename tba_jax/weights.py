@@ -5,16 +5,15 @@ What is moved need not be what is sampled with: adapters are moved alone, and me
 
 The conversion is dispatched before the next optimizer step, which donates the trainer's buffers, and always makes
 buffers of its own; the move is made by a thread beside the trainer's. One transfer is under way at a time, so that a
-searcher's devices hold at most two
-versions: the one in use and the one that arrives. A
-searcher sees all of version v or all of version w, never a mixture, and a version is visible only after its transfer
-has succeeded: a failed transfer raises in the trainer and leaves the searchers on the weights, and the label, that they
-have.
+searcher's devices hold at most two versions: the one in use and the one that arrives. A searcher sees all of version v
+or all of version w, never a mixture, and a version is visible only after its transfer has succeeded: a failed transfer
+raises in the trainer and leaves the searchers on the weights, and the label, that they have.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 from typing import Any, Callable, Sequence
 
@@ -34,6 +33,22 @@ class Weights:
   version: int
   params: Any
   moved: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Pinned:
+  """Weights of one version for one searcher, not on its devices yet; what is published stays as it is.
+
+  `converted` is the tree as it will be moved: arrays of its own, on the trainer's devices or, restored, the host's.
+  Called, by the searcher's thread, it moves them there.
+  """
+
+  version: int
+  converted: Any
+  _receive: Callable[[Any, int], Weights]
+
+  def __call__(self) -> Weights:
+    return self._receive(self.converted, self.version)
 
 
 class _Transfer:
@@ -91,14 +106,13 @@ class WeightStore:
     if wait:
       self.join()
 
-  def pin(self, params: Any, version: int, *, searcher: int) -> Callable[[], Weights]:
-    """A private copy for one searcher, as for an evaluation at a fixed version; what is published stays as it is.
+  def pin(self, params: Any, version: int, *, searcher: int) -> Pinned:
+    """A private copy for one searcher, as for an evaluation at a fixed version; `params` may be donated afterwards."""
+    return self.pinned(self._convert(params), version, searcher=searcher)
 
-    Returns: what moves it there and gives it, for the searcher's thread to call; `params` may be donated before that.
-    """
-    converted = self._convert(params)
-
-    return lambda: self.received(converted, version, searcher=searcher)
+  def pinned(self, converted: Any, version: int, *, searcher: int) -> Pinned:
+    """The same of a tree that is converted already, as a checkpoint holds it."""
+    return Pinned(version, converted, functools.partial(self.received, searcher=searcher))
 
   def received(self, converted: Any, version: int, *, searcher: int) -> Weights:
     """A converted tree, from wherever it came, as weights of a searcher; what is published stays as it is."""

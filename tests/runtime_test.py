@@ -15,6 +15,7 @@ import jax
 
 from tba_jax.checkpoints import run_state
 from tba_jax.config import ConfigError
+from tba_jax.evaluate import Interrupted
 from tba_jax.models import transformer
 from tba_jax import build, metrics
 from tba_jax.runtime.run import Run
@@ -172,6 +173,43 @@ def test_async_stop_and_resume_accounts_for_every_occurrence(tmp_path, monkeypat
   assert runs.run(config, tmp_path / "run") == 0
   assert runs.results(tmp_path / "run")["steps"] == 8
   assert [line["step"] for line in runs.lines(tmp_path / "run") if "loss" in line] == list(range(1, 9))
+
+
+def test_an_evaluation_under_way_at_a_stop_is_made_by_the_resumed_run_at_its_own_version(tmp_path, monkeypatch, capsys):
+  config = runs.short_config(train__steps=8, eval__every_steps=2, train__learning_rate=1e-2)
+  evaluate, given = Run.evaluate, []
+
+  def watched(self, searcher, weights, *, step, stopped):
+    if step == 4:
+      given.append((weights.version, jax.tree.map(np.array, weights.params)))
+      while len(given) == 1:
+        if stopped():
+          raise Interrupted
+        time.sleep(0.01)
+    return evaluate(self, searcher, weights, step=step, stopped=stopped)
+
+  monkeypatch.setattr(Run, "evaluate", watched)
+  with monkeypatch.context() as patch:
+    stop = StopFlag()
+    _stop_after_step(patch, stop, 7)
+    assert runs.run(config, tmp_path / "run", stop) == 0
+  assert len(given) == 1 and _evaluated_steps(tmp_path / "run") == {0, 2}
+  with open(tmp_path / "run" / "metrics.jsonl", "a") as file:  # as a kill leaves it after this evaluation
+    file.write('{"step": 4, "eval_accuracy": 0.5}\n')
+  capsys.readouterr()
+  assert runs.run(config, tmp_path / "run") == 0
+  said = capsys.readouterr().err
+  assert "step 4: its evaluation was not over when the checkpoint was written and is made again" in said
+  lines = [line for line in runs.lines(tmp_path / "run") if "eval_accuracy" in line]
+  assert sorted(line["step"] for line in lines) == [0, 2, 4, 6, 8]
+  assert all(line["eval_version"] == line["step"] for line in lines)
+  (version, before), (version_again, again) = given
+  assert version == version_again == 4
+  jax.tree.map(np.testing.assert_array_equal, before, again)
+
+
+def _evaluated_steps(workdir):
+  return {line["step"] for line in runs.lines(workdir) if "eval_accuracy" in line}
 
 
 def test_a_reward_that_raises_once_restarts_the_searcher(tmp_path, monkeypatch, capsys):

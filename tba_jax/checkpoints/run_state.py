@@ -2,13 +2,13 @@
 on as if unbroken.
 
 Under `<workdir>/checkpoints/<step>/`: `train` (TrainState; with LoRA its parameters are the adapters), `published`
-(what was moved to searchers, when they did not hold the trainer's newest), `buffer` (index, counts and priorities of
-the replay buffer's live rows) and `meta` (ledger, random generators, counters; JSON). The tokens of the rows are in the
-segment files of `<workdir>/rollout_segments/`, of which `meta` holds the list: segments are written first, most of them
-beside training as rows arrive (`RunState.spill`), then the step, and what no step needs is removed last. Beside the
-steps, `<workdir>/initial/` holds the parameters of version 0, which are the reference policy, and `<workdir>/model/`
-the model's config.json and tokenizer, so that a workdir can be resumed and exported without the folder that the model
-came from.
+(what was moved to searchers, when they did not hold the trainer's newest), `evaluations` (the same of weights whose
+evaluation is not over), `buffer` (index, counts and priorities of the replay buffer's live rows) and `meta` (ledger,
+random generators, counters; JSON). The tokens of the rows are in the segment files of `<workdir>/rollout_segments/`, of
+which `meta` holds the list: segments are written first, most of them beside training as rows arrive (`RunState.spill`),
+then the step, and what no step needs is removed last. Beside the steps, `<workdir>/initial/` holds the parameters of
+version 0, which are the reference policy, and `<workdir>/model/` the model's config.json and tokenizer, so that a
+workdir can be resumed and exported without the folder that the model came from.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class Snapshot:
 
   `published` is None when the searchers hold the weights of `train_state` itself, `reference` where it never moves.
   `buffer`, if not empty, has the arrays of `ReplayBuffer.state_dict`; to save, of `missing` rows the tokens only.
+  `evaluations`: by step, what is to be evaluated of it, in the form of `published`; restored as numpy arrays.
   """
 
   step: int
@@ -52,6 +53,7 @@ class Snapshot:
   buffer: dict[str, np.ndarray]
   meta: dict[str, Any]
   reference: Any = None
+  evaluations: dict[int, Any] = dataclasses.field(default_factory=dict)
 
 
 class LiveRows(Protocol):
@@ -251,7 +253,7 @@ class RunState:
     arrays = {name: array for name, array in index.items() if array.size}
     empty = {name: [list(a.shape), str(a.dtype)] for name, a in index.items() if not a.size}
     meta = {**snapshot.meta, _EMPTY: empty, "step": snapshot.step, "has_published": snapshot.published is not None,
-            "segments": names if snapshot.buffer else None}
+            "evaluated_steps": list(snapshot.evaluations), "segments": names if snapshot.buffer else None}
     items = {"train": ocp.args.StandardSave(snapshot.train_state), "meta": ocp.args.JsonSave(meta)}
     if arrays:
       items["buffer"] = ocp.args.StandardSave(arrays)
@@ -259,6 +261,8 @@ class RunState:
       items["published"] = ocp.args.StandardSave(snapshot.published)
     if snapshot.reference is not None:
       items["reference"] = ocp.args.StandardSave(snapshot.reference)
+    if snapshot.evaluations:
+      items["evaluations"] = ocp.args.StandardSave({str(step): tree for step, tree in snapshot.evaluations.items()})
     self._manager.save(snapshot.step, args=ocp.args.Composite(**items))
 
   def _remove_segments(self) -> None:
@@ -298,6 +302,10 @@ class RunState:
       items["published"] = ocp.args.StandardRestore(published)
     if reference is not None:
       items["reference"] = ocp.args.StandardRestore(reference)
+    evaluated_steps = meta.pop("evaluated_steps")
+    if evaluated_steps:
+      on_host = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), published)
+      items["evaluations"] = ocp.args.StandardRestore({str(step): on_host for step in evaluated_steps})
     if (pathlib.Path(self._manager.directory) / str(step) / "buffer").exists():
       items["buffer"] = ocp.args.StandardRestore()
     got = self._manager.restore(step, args=ocp.args.Composite(**items))
@@ -307,7 +315,9 @@ class RunState:
     segments = meta.pop("segments")
     if segments is not None:
       buffer |= self._segments.load(segments, buffer["key"]) | {"token_rows": buffer["rows"]}
-    return Snapshot(step, TrainState(*got["train"]), got.get("published"), buffer, meta, got.get("reference"))
+    evaluations = {int(key): tree for key, tree in (got.get("evaluations") or {}).items()}
+    return Snapshot(
+        step, TrainState(*got["train"]), got.get("published"), buffer, meta, got.get("reference"), evaluations)
 
   def _read_meta(self, step: int) -> dict[str, Any]:
     return self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]

@@ -189,8 +189,9 @@ def run_async(run: Run) -> None:
 
 def _train(run: Run, pool: SearcherPool) -> None:
   settings = run.settings
-  if run.step > 0 and run.totals.last_eval_step < 0:  # the run was stopped before its first evaluation was through
-    pool.evaluate(0, run.initial_weights)
+  for step, weights in run.evaluations_under_way().items():
+    run.progress.message(f"step {step}: its evaluation was not over when the checkpoint was written and is made again")
+    pool.evaluate(step, weights)
   _evaluate_if_due(run, pool)
   prepared = _next_batch(run, pool, version=run.trainer.version) if run.step < settings.steps else None
   while prepared is not None:
@@ -235,8 +236,7 @@ def _next_batch(run: Run, pool: SearcherPool, *, version: int) -> Prepared | Non
 
 def _evaluate_if_due(run: Run, pool: SearcherPool) -> None:
   if run.evaluation_due():
-    run.mark_evaluating()
-    pool.evaluate(run.step, run.weights.pin(run.trainer.state.params, run.trainer.version, searcher=0))
+    pool.evaluate(run.step, run.begin_evaluation())
 
 
 def _await_evaluations(run: Run, pool: SearcherPool) -> None:

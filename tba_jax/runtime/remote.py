@@ -25,7 +25,7 @@ from tba_jax.sampling.engine import SampledGroup, SampleRequest
 from tba_jax.searcher import SearcherCounts
 from tba_jax.tasks.base import GroupReward, Responses
 from tba_jax.types import Occurrence, Prompt, RolloutGroup
-from tba_jax.weights import Weights, WeightStore
+from tba_jax.weights import Pinned, Weights, WeightStore
 
 _SAY_SECS = 60.0
 
@@ -287,8 +287,8 @@ class SharedWeightStore(WeightStore):
   def latest(self, searcher: int) -> Weights:
     return super().latest(0)
 
-  def pin(self, params: Any, version: int, *, searcher: int) -> Callable[[], Weights]:
-    return super().pin(params, version, searcher=0)
+  def pinned(self, converted: Any, version: int, *, searcher: int) -> Pinned:
+    return super().pinned(converted, version, searcher=0)
 
   def abstract(self, params: Any, *, searcher: int) -> Any:
     return super().abstract(params, searcher=0)

@@ -1,5 +1,4 @@
-"""Everything that a run consists of, and what all its modes do alike: log a step, publish, evaluate, save, resume, sum
-up."""
+"""Everything that a run consists of, and what all its modes do alike: log a step, publish, evaluate, save, resume."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from tba_jax.alarms import Alarms
 from tba_jax.checkpoints.run_state import RunState, Snapshot
 from tba_jax.deadlines import Heartbeat
 from tba_jax.evaluate import Evaluation, evaluate_greedy
-from tba_jax.meters import Profile, StalenessStats, Timeline, WaitMeter, bottleneck
+from tba_jax.meters import Profile, StalenessStats, Timeline, WaitMeter
 from tba_jax.metrics import MetricsWriter, Progress, RolloutLog, SlowStage
 from tba_jax.runtime.exchange import Exchange
 from tba_jax.runtime.reference import Reference
@@ -85,7 +84,8 @@ class Run:
     self._gaps: list[LogprobGap] = []  # since the last logged step
     self._logged_at: tuple[float, int, int] | None = None  # time, trained and generated tokens when last logged
     self._accuracy = math.nan
-    self._evaluating_step = -1  # the last step whose evaluation was asked for in this process
+    # By step: weights whose evaluation was asked for and is not over.
+    self._under_evaluation: dict[int, Callable[[], Weights]] = {}
     self.num_evaluated = 0
     self._to_book: StepReport | None = None  # of the step finished last
     self._fill = SlowStage("filling the buffer: responses", exchange.fill_responses, say=progress.message)
@@ -290,7 +290,8 @@ class Run:
     the last."""
     every, step = self.settings.eval_every_steps, self.step
     wanted = step == 0 or step >= self.settings.steps or (every > 0 and step % every == 0)
-    return wanted and step > max(self.totals.last_eval_step, self._evaluating_step)
+    with self._lock:
+      return wanted and step > max((self.totals.last_eval_step, *self._under_evaluation))
 
   def initial_weights(self) -> Weights:
     """Version 0 for the first searcher, in a run that has gone on from there: the reference, or where that has moved,
@@ -301,9 +302,18 @@ class Run:
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.trainer.state.params)
     return self.weights.pin(self.run_state.load_initial(like), 0, searcher=0)()
 
-  def mark_evaluating(self) -> None:
-    """The evaluation of this step is under way."""
-    self._evaluating_step = self.step
+  def begin_evaluation(self) -> Callable[[], Weights]:
+    """The weights of this step, whose evaluation is under way from here on: a checkpoint keeps them until it is over.
+    """
+    weights = self.weights.pin(self.trainer.state.params, self.trainer.version, searcher=0)
+    with self._lock:
+      self._under_evaluation[self.step] = weights
+    return weights
+
+  def evaluations_under_way(self) -> dict[int, Callable[[], Weights]]:
+    """Weights by step; right after a resume those that are to be evaluated again."""
+    with self._lock:
+      return dict(self._under_evaluation)
 
   def evaluate(self, searcher: Searcher, weights: Weights, *, step: int, stopped: Callable[[], bool]) -> Evaluation:
     """Accuracy at pinned weights on an idle searcher, greedy unless the task samples its evaluations."""
@@ -331,6 +341,7 @@ class Run:
     """Logs an evaluation at the step whose weights it is of."""
     with self._lock:
       totals, self._accuracy = self.totals, result.accuracy
+      self._under_evaluation.pop(step, None)
       totals.last_eval_step = max(totals.last_eval_step, step)
       if step == 0 and self.settings.steps:
         totals.accuracy_before, totals.measures_before = result.accuracy, result.measures
@@ -374,6 +385,8 @@ class Run:
       counts = self.searcher_counts()
       with self._lock:
         totals = dataclasses.asdict(self.totals) | counts
+        # That of this step is due after a resume, by the weights of the train state.
+        under_way = {step: weights for step, weights in self._under_evaluation.items() if step != self.step}
         gaps = [dataclasses.asdict(gap) for gap in self._gaps]
       totals |= {"wall_secs": self.wall_secs(), "train_secs": self.train_secs()}
       self.published_version = self.weights.latest(0).version  # of what did arrive
@@ -384,10 +397,13 @@ class Run:
           "waits": self.waits.state_dict(),
           "ref_version": 0 if self.reference is None else self.reference.version,
           "accuracy": None if math.isnan(self._accuracy) else self._accuracy,
+          "evaluations": {str(step): weights.version if step else 0 for step, weights in under_way.items()},
       }
       published = self.weights.latest(0).moved if held_back else None
       reference = None if self.reference is None else self.reference.state()
-      self.run_state.save(Snapshot(self.step, self.trainer.state, published, arrays, meta, reference), wait=wait)
+      converted = {step: weights.converted for step, weights in under_way.items() if step}  # version 0 is on disk
+      self.run_state.save(
+          Snapshot(self.step, self.trainer.state, published, arrays, meta, reference, converted), wait=wait)
 
   def resume(self, snapshot: Snapshot) -> None:
     """Goes on from a checkpoint."""
@@ -404,47 +420,14 @@ class Run:
     self._accuracy = math.nan if meta["accuracy"] is None else meta["accuracy"]
     if self.totals.best_step >= 0:
       self.run_state.mark_best(self.totals.best_step)
+    for step, version in sorted((int(step), version) for step, version in meta["evaluations"].items()):
+      self._under_evaluation[step] = self.initial_weights if step == 0 else self.weights.pinned(
+          snapshot.evaluations[step], version, searcher=0)
     self.published_version = meta["published_version"]
     if snapshot.published is None:
       self.weights.publish(self.trainer.state.params, self.trainer.version, wait=True)
     else:
       self.weights.adopt(snapshot.published, self.published_version)
-
-  # --- The end ---
-
-  def results(self) -> dict[str, Any]:
-    """What results.json holds."""
-    totals, counts, settings = self.totals, self.searcher_counts(), self.settings
-    train_secs = self.train_secs()
-    decode = self.timeline.busy_overlap("trainer", "step", other_kind="decode")
-    searchers = [f"searcher{s.index}" for s in self.searchers]
-    shares = {side: self.timeline.shares(actors, but=("eval",))
-              for side, actors in (("trainer", ["trainer"]), ("searcher", searchers))}
-    waits = [shares[side].get("wait", 0.0) for side in ("trainer", "searcher")]
-    take_turns = "neither: they take turns" if settings.mode != "async" else bottleneck(*waits)
-    return {
-        "bottleneck": take_turns, "trainer_shares": shares["trainer"], "searcher_shares": shares["searcher"],
-        "staleness_histogram": self.staleness.histogram(), "age_losses": self.exchange.buffer.age_losses(),
-        "accuracy_before": totals.accuracy_before, "accuracy_after": totals.accuracy_after,
-        "accuracy_best": totals.accuracy_best,
-        **{f"{name}_before": value for name, value in totals.measures_before.items()},
-        **{f"{name}_after": value for name, value in totals.measures_after.items()},
-        "best_step": totals.best_step, "eval_size": len(self.eval_prompts), "wall_seconds": self.wall_secs(),
-        "train_seconds": train_secs, "steps": self.step, "version": self.trainer.version,
-        "skipped_updates": totals.skipped_updates,
-        "rollouts": counts["rollouts"], "rollouts_per_second": counts["rollouts"] / max(train_secs, 1e-9),
-        "trained_responses": totals.trained_responses, "trained_tokens": totals.trained_tokens,
-        "trained_tokens_per_second": totals.trained_tokens / max(train_secs, 1e-9),
-        "generated_tokens": counts["generated_tokens"], "truncated_rollouts": counts["truncated"],
-        "bad_rewards": counts["bad_rewards"], "dropped_groups": counts["dropped_groups"],
-        **self.staleness.summary(),
-        "trainer_wait_seconds": self.waits.seconds("trainer"), "searcher_wait_seconds": self.waits.seconds("searcher"),
-        "searchers_decode_while_trainer_steps": decode, "searcher_restarts": totals.searcher_restarts,
-        "late_groups": self.exchange.num_late_groups, "failed_checkpoints": self.run_state.num_failed,
-        "logprob_gap_max": totals.logprob_gap_max, "logprob_gap_p95": totals.logprob_gap_p95,
-        "logprob_tokens_compared": totals.logprob_tokens_compared, "seed": settings.seed, "mode": settings.mode,
-        "loss": settings.loss, "warnings": self.alarms.told,
-    }
 
 
 def _is_nan(value: Any) -> bool:
