@@ -27,16 +27,22 @@ def test_the_page_builds_countdown(countdown):
   task = registry.make_task(countdown, None, SETTINGS, {"largest": 5, "num_train_prompts": 20})
   assert isinstance(task, SupervisedTask) and (len(task.train_prompts()), len(task.eval_prompts())) == (20, 16)
   assert not {p.text for p in task.train_prompts()} & {p.text for p in task.eval_prompts()}
+  solved = 0
   for prompt, (tokens, response) in zip(task.train_prompts(), task.sft_examples()):
     assert tokens == prompt.tokens.tolist()
     text = task.response_text(response)
+    if text == "?":
+      assert task.reward(prompt, text, truncated=False) == 0
+      continue
+    solved += 1
     assert task.reward(prompt, text, truncated=False) == 1
     assert task.reward(prompt, f" ( {text} ) ", truncated=False) == 1
     for wrong in (f"{text}+1", text[1:], "", "2", f"{text};1", f"f({text})", "9**9**9", f"-({text})",
                   "__import__('os')"):
       assert task.reward(prompt, wrong, truncated=False) == 0
+  assert 0 < solved < 16, "some examples solve their game, others give up"
   again = registry.make_task(countdown, chat_tokenizer(), SETTINGS, {})
-  assert len(again.train_prompts()) == 512
+  assert len(again.train_prompts()) == 2048
 
 
 @pytest.mark.parametrize("code, args, line", [
