@@ -20,6 +20,10 @@ import sys
 import tempfile
 import time
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # so that it runs as a file, too
+
+from tba_jax.metrics import read_jsonl  # noqa: E402
+
 COMPILED = b"Finished XLA compilation"  # a line of jax's log, with JAX_LOG_COMPILES
 REPO = pathlib.Path(__file__).resolve().parent.parent
 FLAGS = (
@@ -90,12 +94,15 @@ def main(argv: list[str] | None = None) -> dict:
       raise SystemExit(f"the run ended with code {process.returncode}: {log.read_text(errors='replace')[-3000:]}")
     if not compiles:
       raise SystemExit(f"the log does not say {COMPILED.decode()!r} once, so that nothing is known of compilations")
-    steps = sum('"loss"' in line for line in (workdir / "metrics.jsonl").read_text().splitlines())
+    lines = [line for line in read_jsonl(workdir / "metrics.jsonl") if "loss" in line]
   results = judge(samples, compiles, warm_secs=60 * args.warm_minutes) | {
-      "compilations": len(compiles), "minutes": args.minutes, "steps": steps, "flags": [*FLAGS, *args.flags],
+      "compilations": len(compiles), "minutes": args.minutes, "steps": len(lines), "flags": [*FLAGS, *args.flags],
+      # Of the run's own clock; its arrays take no further pages from then on.
+      "buffer_full_after_seconds": next((line["wall_seconds"] for line in lines if line["buffer_fill"] >= 0.99), None),
       "samples": samples}
   args.out.parent.mkdir(parents=True, exist_ok=True)
-  args.out.write_text(json.dumps(results, indent=2) + "\n")
+  head = json.dumps(results | {"samples": None}, indent=2).removesuffix("null\n}")
+  args.out.write_text(head + "[\n    " + ",\n    ".join(map(json.dumps, samples)) + "\n  ]\n}\n")
   print(json.dumps({key: value for key, value in results.items() if key != "samples"}, indent=2))
   return results
 

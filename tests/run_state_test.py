@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import gc
 import pathlib
 import threading
 
@@ -84,6 +85,21 @@ def test_saved_state_does_not_change_when_the_trainer_donates_its_buffers(tmp_pa
   state.join()
   got = state.restore(like, None)
   np.testing.assert_array_equal(np.asarray(got.train_state.params["w"]), 1.0)
+
+
+def test_a_written_checkpoint_leaves_no_copy_of_the_state(tmp_path):
+  state, snapshot = run_state.RunState(tmp_path, keep=1), _snapshot(1)
+  _save(state, dataclasses.replace(snapshot, step=0))  # compiles, and makes what is made once
+  gc.collect()
+  kept = len(jax.live_arrays())
+  missing = dict(snapshot.buffer, token_rows=np.zeros(0, np.int64),
+                 **{name: snapshot.buffer[name][:0] for name in run_state.SEGMENT_COLUMNS})
+  state.save(dataclasses.replace(snapshot, buffer=missing))
+  state._writing.thread.join(60)
+  assert not state._writing.thread.is_alive()
+  gc.collect()
+  assert len(jax.live_arrays()) == kept
+  state.close()
 
 
 def test_keeps_the_newest_and_the_best(tmp_path):

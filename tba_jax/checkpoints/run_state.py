@@ -31,6 +31,7 @@ import orbax.checkpoint as ocp
 from tba_jax.checkpoints.segments import SEGMENT_ROWS, SegmentStore
 from tba_jax.deadlines import Hung, join_thread
 from tba_jax.disk import DISK_ERRORS
+from tba_jax.host_memory import give_back
 from tba_jax.types import TrainState
 
 # Of the buffer's arrays: those that segments hold.
@@ -69,8 +70,9 @@ class LiveRows(Protocol):
 class _Writing:
   """A write under way in a thread of its own, which does not keep a process alive that is to end."""
 
-  def __init__(self, write: Callable[[], None], what: str):
-    self.what, self.error, self._write = what, None, write
+  def __init__(self, write: Callable[[], None], what: str, *, gives_back: bool = False):
+    """`gives_back`: free host memory, once it is over."""
+    self.what, self.error, self._write, self._gives_back = what, None, write, gives_back
     self.thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
     self.thread.start()
 
@@ -85,6 +87,10 @@ class _Writing:
       self._write()
     except BaseException as error:  # raised by whoever joins
       self.error = error
+    finally:
+      self._write = None  # and with it the copies that it wrote, which would else stay until the next one
+      if self._gives_back:
+        give_back()
 
 
 def _under_way(writing: _Writing | None) -> bool:
@@ -216,7 +222,7 @@ class RunState:
       spilling, self._spilling = self._spilling, None
       names = self._segments.names
       what = f"the checkpoint of step {snapshot.step} is"
-      self._writing = _Writing(lambda: self._write(copied, names, spilling), what)
+      self._writing = _Writing(lambda: self._write(copied, names, spilling), what, gives_back=True)
     if wait:
       self.join()
 
