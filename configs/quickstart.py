@@ -72,7 +72,7 @@ def get_config(arg=None):
   )
   config.eval = dict(every_steps=40, size=512, kl_prompts=16)
   config.checkpoint = dict(every_steps=40, keep=1)  # as often as evaluated, so that the best one is kept too
-  config.log = dict(rollouts_per_step=2, profile_steps=())
+  config.log = dict(rollouts_per_step=2, profile_steps=(), wandb="")
   if arg.smoke:
     config.task_args.num_train_prompts = 256
     config.model.architecture.update(hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16, mlp_size=64)

@@ -102,7 +102,7 @@ def get_config(arg=None):
   )
   config.eval = dict(every_steps=500, size=1024, kl_prompts=4)
   config.checkpoint = dict(every_steps=500, keep=2)
-  config.log = dict(rollouts_per_step=4, profile_steps=())
+  config.log = dict(rollouts_per_step=4, profile_steps=(), wandb="")
   if arg.mle:
     config.sft.update(steps=2000, batch_size=2048, micro_batches=64, learning_rate=1e-4)
     config.train.steps = 0

@@ -64,7 +64,7 @@ def get_config(arg=None):
   )
   config.eval = dict(every_steps=0, size=0, kl_prompts=0)
   config.checkpoint = dict(every_steps=50, keep=1)
-  config.log = dict(rollouts_per_step=4, profile_steps=())
+  config.log = dict(rollouts_per_step=4, profile_steps=(), wandb="")
   if arg.smoke:
     config.task = "arithmetic"
     config.task_args = dict(num_train_prompts=64, sft_share_with_work=1.0)

@@ -78,7 +78,7 @@ def get_config(arg=None):
   )
   config.eval = dict(every_steps=64, size=512, kl_prompts=16)
   config.checkpoint = dict(every_steps=64, keep=2)
-  config.log = dict(rollouts_per_step=4, profile_steps=())
+  config.log = dict(rollouts_per_step=4, profile_steps=(), wandb="")
   if arg.smoke:
     config.task_args.update(num_generated=64, reward_model="", gold_reward_model="", reward_dtype="float32")
     config.model.path = ""

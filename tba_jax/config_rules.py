@@ -266,6 +266,12 @@ def check_attention(c: Mapping[str, Any], platform: str) -> Iterator[str]:
            "reads a cache for each sample; set one of them otherwise")
 
 
+def _check_log(c: Mapping[str, Any]) -> Iterator[str]:
+  if c["log.wandb"] and not _has_module("wandb"):
+    yield (f"log.wandb={c['log.wandb']!r} needs wandb; pip install -r requirements-wandb.txt, or set "
+           "--config.log.wandb= for none")
+
+
 def _has_module(name: str) -> bool:
   return importlib.util.find_spec(name) is not None
 
@@ -391,5 +397,5 @@ def _check_redteam_data(c: Mapping[str, Any]) -> Iterator[str]:
 # In the order in which their mistakes are reported.
 RULES = (
   _check_batch, _check_schedule, _check_optimizer, _check_fine_tuning, _check_lora, _check_reference, _check_loss,
-  _check_buffer, _check_runtime, _check_backend, _check_model, _check_data, _check_redteam,
+  _check_buffer, _check_runtime, _check_backend, _check_log, _check_model, _check_data, _check_redteam,
 )

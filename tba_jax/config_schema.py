@@ -220,6 +220,10 @@ SCHEMA: dict[str, Rule] = {
                                          1 <= value[0] <= value[1]),
       "a tuple of the first and the last step to profile, as (11,13); () for none"),
     "first and last step of a profile by jax, for TensorBoard's profile plugin or Perfetto"),
+  "log.wandb": _key(
+    Rule(str, lambda value: len(value) <= 128 and not set(value) & set("/\\#?%:"),
+         "the name of a project, of at most 128 characters and none of / \\ # ? % :, or '' for none"),
+    "project in Weights & Biases that gets the metrics too; needs requirements-wandb.txt"),
 }
 
 # Those that a model can have; one with tied embeddings has no lm_head, one without gates no gate.

@@ -157,13 +157,14 @@ class MetricsWriter:
 
   def __init__(
     self, workdir: str | os.PathLike[str], *, resume_step: int, evaluates_again: Collection[int] = (),
-    disk: Disk | None = None,
+    disk: Disk | None = None, also: Callable[[int, Mapping[str, float]], None] = lambda step, numbers: None,
   ):
     """`resume_step`: of the checkpoint that the run goes on from, -1 if none. Later lines and events are dropped.
 
     `evaluates_again`: steps whose evaluations the checkpoint does not know of; were they logged, they come again.
+    `also`: is given the step and what the events get.
     """
-    workdir = pathlib.Path(workdir)
+    workdir, self._also = pathlib.Path(workdir), also
     self._lines = JsonLines(
         workdir / METRICS_FILE, resume_step=resume_step, disk=disk,
         comes_again=lambda record: "eval_accuracy" in record and record["step"] in evaluates_again)
@@ -178,6 +179,7 @@ class MetricsWriter:
     with self._lock:
       self._lines.write({"step": int(step), "wall_time": now, **scalars})
       self._events.write(int(step), numbers, wall_time=now)
+      self._also(int(step), numbers)
 
   def close(self) -> None:
     with self._lock:

@@ -36,6 +36,7 @@ from tba_jax.runtime.settings import RunSettings, StopFlag
 from tba_jax.runtime.summary import results_of
 from tba_jax.workdir import (
     advising_on_memory, as_config_error, memory_advice, say, stop_on_signals, workdir_of_this_run)
+from tba_jax.wandb_log import WandbLog
 
 DONE, FAULT = 0, 1
 
@@ -111,11 +112,17 @@ def _run(config: ConfigDict, folder: pathlib.Path, stop: StopFlag, stack: contex
       None if reference is None else _like(reference.state()))
   steps_done = -1 if snapshot is None else snapshot.step
   logs = dict(resume_step=steps_done, disk=disk, evaluates_again=_evaluates_again(snapshot))
+  progress = metrics.Progress(config.train.steps, start_step=max(0, steps_done))
+  also = {}
+  if config.log.wandb:
+    with as_config_error("log.wandb"):
+      wandb_log = WandbLog(folder, project=config.log.wandb, config=config.to_dict(), say=progress.message)
+    stack.callback(wandb_log.close)
+    also = {"also": wandb_log.write}
   with as_config_error(str(folder)):
-    writer, rollouts = metrics.MetricsWriter(folder, **logs), metrics.RolloutLog(folder, **logs)
+    writer, rollouts = metrics.MetricsWriter(folder, **logs, **also), metrics.RolloutLog(folder, **logs)
     alarms = Alarms(folder, resume_step=steps_done, disk=disk, num_searchers=len(searchers),
                     is_async=config.runtime.mode == "async")
-  progress = metrics.Progress(config.train.steps, start_step=max(0, steps_done))
   profile = Profile(folder, steps=config.log.profile_steps, say=progress.message)
   for closes in (writer, rollouts, alarms, progress, profile):
     stack.callback(closes.close)

@@ -312,6 +312,8 @@ def test_adapters_of_the_attention():
    "buffer.priority='rewards' must be one of uniform, reward, residual; did you mean reward?"),
   ("log.profile_steps", (3, 2),
    "log.profile_steps=(3, 2) must be a tuple of the first and the last step to profile, as (11,13); () for none"),
+  ("log.wandb", "a/b", "log.wandb='a/b' must be the name of a project, of at most 128 characters and none of "
+   "/ \\ # ? % :, or '' for none"),
   ("sample.temperature_ladder", (0.7, 0.0),
    "sample.temperature_ladder=(0.7, 0.0) must be a tuple of temperatures above 0, as (0.7,1.0); () for none"),
   ("train.schedule", "cosin",
@@ -536,6 +538,12 @@ def test_ray_is_asked_for_where_it_is_not_installed(monkeypatch):
   monkeypatch.setattr("tba_jax.config_rules._has_module", lambda name: name != "ray")
   assert list(_problems(_quickstart(**{"runtime.backend": "ray"}))) == [
     "runtime.backend='ray' needs Ray; pip install -r requirements-cluster.txt, or use runtime.backend=local"]
+
+
+def test_wandb_is_asked_for_where_it_is_not_installed(monkeypatch):
+  monkeypatch.setattr("tba_jax.config_rules._has_module", lambda name: name != "wandb")
+  assert list(_problems(_quickstart(**{"log.wandb": "mine"}))) == [
+    "log.wandb='mine' needs wandb; pip install -r requirements-wandb.txt, or set --config.log.wandb= for none"]
 
 
 def test_every_loss_can_be_configured():

@@ -15,6 +15,7 @@ ORDER = (
     ("types",),
     ("deadlines",),
     ("disk",),
+    ("host_memory",),
     ("losses",),
     ("config_schema",),
     ("config_rules",),
@@ -34,6 +35,7 @@ ORDER = (
     ("searcher",),
     ("sample_statistics",),
     ("metrics",),
+    ("wandb_log",),
     ("evaluate",),
     ("meters",),
     ("alarms",),
@@ -49,7 +51,7 @@ ORDER = (
 )
 RANK = {name: rank for rank, names in enumerate(ORDER) for name in names}
 LAZY = ("ray", "grain", "tensorflow_datasets", "gguf", "tensorboardX", "torch", "tensorflow", "math_verify", "tokamax",
-        "libtpu")
+        "libtpu", "wandb")
 
 
 def _modules():
