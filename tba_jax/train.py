@@ -8,6 +8,7 @@ is taken up), new.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import pathlib
@@ -17,16 +18,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from absl import logging
 from ml_collections import ConfigDict
 
-from tba_jax import build, build_remote, metrics, sharding
+from tba_jax import build, build_remote, limits, metrics, sharding
 from tba_jax import config as config_lib
 from tba_jax.alarms import Alarms
 from tba_jax.checkpoints.run_state import RunState, Snapshot
 from tba_jax.deadlines import Heartbeat, Watchdog
 from tba_jax.disk import Disk
 from tba_jax.meters import Profile, Timeline, WaitMeter
+from tba_jax.models.variants import ModelConfig
 from tba_jax.runtime.local import run_async
 from tba_jax.runtime.lockstep import run_lockstep
 from tba_jax.runtime.order import OrderLog, run_replay
@@ -87,6 +90,7 @@ def _run(config: ConfigDict, folder: pathlib.Path, stop: StopFlag, stack: contex
   cfg, task, params = built
   build.check_memory(config, cfg, jax.devices())
   eval_prompts = task.eval_prompts()[: config.eval.size or None]
+  _write_limits(config, cfg, counts, folder)
 
   # --- Searchers: reference, engines ---
   disk = Disk(say)
@@ -166,6 +170,16 @@ def _run(config: ConfigDict, folder: pathlib.Path, stop: StopFlag, stack: contex
           "one version that were still at hand; set sample.in_flight=False or sync.every_steps higher")
       return FAULT
   return code
+
+
+def _write_limits(config: ConfigDict, cfg: ModelConfig, counts: config_lib.DeviceCounts, folder: pathlib.Path) -> None:
+  """What the report compares the run's speed with."""
+  found = limits.limits_of(
+      cfg, jax.devices()[0], trainer_devices=counts.trainer, searcher_devices=counts.searchers * counts.per_searcher,
+      share=counts.share, adapters_only=build.lora_settings(config) is not None,
+      sample_bytes=jnp.dtype(config.sample.dtype).itemsize, cache_dtype=config.sample.cache_dtype,
+      slots=config.sample.slots, lane_samples=config.sample.lane_samples)
+  metrics.write_atomic(folder / limits.MACHINE_FILE, json.dumps(dataclasses.asdict(found), indent=2) + "\n")
 
 
 @contextlib.contextmanager

@@ -23,6 +23,8 @@ ORDER = (
     ("sharding",),
     ("rewards",),
     ("models",),
+    ("chips", "work"),
+    ("limits",),
     ("tokenizer",),
     ("checkpoints",),
     ("weights",),

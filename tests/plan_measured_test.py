@@ -14,7 +14,8 @@ from tba_jax import learner, optimizers
 from tba_jax.losses.registry import make_loss
 from tba_jax.models import transformer
 from tba_jax.models.variants import from_huggingface
-from tba_jax.plan import chips, predict, work
+from tba_jax import chips, work
+from tba_jax.plan import predict
 from tba_jax.replay.collate import collate_supervised
 from tba_jax.sampling import decode
 

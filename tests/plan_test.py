@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from tba_jax.chips import CHIPS, Chip
 from tba_jax.config import DeviceCounts
 from tba_jax.models.known import KNOWN
 from tba_jax.models.variants import from_huggingface
 from tba_jax.plan import beside, planner, predict, programs, report, splits
-from tba_jax.plan.chips import CHIPS, Chip
 from tba_jax.plan.compiler import Compiled, compile_program
-from tba_jax.plan.work import Work
+from tba_jax.work import Work
 
 REPO = pathlib.Path(__file__).resolve().parent.parent
 RHO = from_huggingface(KNOWN["realtreetune/rho-1b-sft-gsm8k"])

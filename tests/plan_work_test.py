@@ -15,7 +15,8 @@ from tba_jax.losses.registry import make_loss
 from tba_jax.models import transformer
 from tba_jax.models.lora import LoraSettings, abstract_adapters
 from tba_jax.models.variants import from_huggingface
-from tba_jax.plan import hlo, work
+from tba_jax import work
+from tba_jax.plan import hlo
 from tba_jax.replay.collate import BatchShape
 from tba_jax.runtime.trainer import abstract_batch
 from tba_jax.sharding import batch_sharding, make_mesh

@@ -123,6 +123,31 @@ def test_curves_show_the_lines_of_the_run_over_steps_time_and_tokens(tmp_path):
     assert text in page
 
 
+def test_shares_of_the_machines_limit(tmp_path):
+  folder = write_run(tmp_path / "run")
+  lines = [line | ({"prompt_tokens": 10.0, "response_tokens": 10.0, "generated_tokens_per_second": 100.0,
+                    "step_seconds": 0.25} if "loss" in line else {}) for line in lines_of(folder / "metrics.jsonl")]
+  (folder / "metrics.jsonl").write_text("".join(map(metrics.to_json_line, lines)))
+  machine = dict(
+    device_kind="TPU <x>", peaks="of <b>", trainer_devices=4, searcher_devices=2, one_machine=False,
+    trainer_flops_per_sec=12e6, searcher_flops_per_sec=2e6, searcher_bytes_per_sec=1e6, train_flops_per_token=6e3,
+    sample_flops_per_token=2e3, sample_weight_bytes=500.0, cache_token_bytes=100.0, lane_samples=1)
+  (folder / "machine.json").write_text(json.dumps(machine))
+  page = make_page([read(folder)])
+  # 200 response tokens/s of 1,000; in the steps, half of the time, 400. A sampled token takes 2 ms of memory.
+  for cell in ("<td>200</td><td>1,000</td><td>20.00%</td><td>arithmetic</td>",
+               "<td>400</td><td>1,000</td><td>40.00%</td><td>arithmetic</td>",
+               "<td>100</td><td>500</td><td>20.00%</td><td>memory</td>", "trainer 20.0%, searchers 20.0%",
+               "4 + 2 devices of kind TPU &lt;x&gt;, N = 1e+03, peaks of &lt;b&gt;: 1.2e+07 FLOP/s for the trainer"):
+    assert cell in page
+  (share,) = _charts(page, "Trainer, of its limit")[0].values()
+  np.testing.assert_allclose([y for _, y in share], 0.2, atol=2e-3)
+  nothing = dict.fromkeys([key for key in machine if key.endswith("per_sec")])
+  (folder / "machine.json").write_text(json.dumps(machine | nothing))
+  page = make_page([read(folder)])
+  assert "the limit is unknown" in page and "response tokens/s</th>" not in page
+
+
 def test_a_run_in_progress_with_a_torn_last_line(tmp_path):
   folder = write_run(tmp_path / "run", steps=7)
   for name in ("metrics.jsonl", "timeline.jsonl", "rollouts/train.jsonl"):
@@ -344,7 +369,7 @@ def test_what_cannot_be_shown_is_refused_in_one_line(tmp_path, capsys):
     assert caught.value.code == 2 and re.fullmatch(message, capsys.readouterr().err)
   (folder / "metrics.jsonl").write_text("")
   (folder / "config.json").write_text("{")
-  with pytest.raises(ValueError, match=r"config.json or results.json is not JSON \(.*\); give another run or mend"):
+  with pytest.raises(ValueError, match=r"config.json, results.json or machine.json is not JSON \(.*\); give another run or mend"):
     read(folder)
 
 
@@ -372,7 +397,8 @@ def test_report_of_a_real_run(tmp_path, compile_once, easy_reward, capsys):
   report.main([str(folder), "--out", str(tmp_path / "page.html")])
   page = (tmp_path / "page.html").read_text()
   for text in ("finished, 4 steps", "Held-out accuracy", "Staleness over time", "Who did what when", "Rollouts to read",
-               "searcher1", "publish", "data-tokens", "train.prompts_per_step"):
+               "searcher1", "publish", "data-tokens", "train.prompts_per_step", "Of the machine’s limit",
+               "devices of kind cpu", "trainer, while a step runs"):
     assert text in page
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from tba_jax.plan.work import Work
+from tba_jax.work import Work
 
 IN_EVALUATIONS = ("gold", "sentence")
 _TABLES = ("embed", "pos_embed")

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 from ml_collections import ConfigDict
 
-from tba_jax import build
+from tba_jax import build, chips, work
 from tba_jax import config as config_lib
 from tba_jax.config import DeviceCounts
 from tba_jax.metrics import StageProgress
 from tba_jax.models.variants import ModelConfig
-from tba_jax.plan import beside, chips, predict, programs, splits, topology, work
+from tba_jax.plan import beside, predict, programs, splits, topology
 from tba_jax.plan.compiler import Compiled, compile_program
 from tba_jax.plan.report import Entry, Plan
 from tba_jax.sampling.buckets import bucket_of
@@ -83,7 +83,7 @@ def workload(
     one_pass=train.micro_batches == 1 or build.whole_groups_per_micro_batch(config),
     adapters_only=build.lora_settings(config) is not None, optimizer=train.optimizer,
     compute_bytes=2 if train.compute_dtype == "bfloat16" else 4, sample_bytes=2 if sample.dtype == "bfloat16" else 4,
-    cache_bytes=1 + 4 / cfg.head_dim if sample.cache_dtype == "int8" else 2 if sample.cache_dtype == "bfloat16" else 4,
+    cache_bytes=work.cache_element_bytes(cfg, sample.cache_dtype),
     slots=sample.slots, chunk_tokens=sample.chunk_tokens, lane_samples=sample.lane_samples,
     kv_length=bucket_of(shapes.kv_buckets, longest if sample.lane_samples == 1 else sample.max_new_tokens),
     prefix_length=bucket_of(shapes.prefix_buckets, prompt if sample.lane_samples > 1 else 0),

@@ -13,9 +13,9 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
+from tba_jax.chips import LINK_SHARE, Chip
 from tba_jax.models.variants import ModelConfig
-from tba_jax.plan.chips import LINK_SHARE, Chip
-from tba_jax.plan.work import Work, decode_work, forward_work, train_work
+from tba_jax.work import Work, decode_work, forward_work, train_work
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from tba_jax.chips import HOST_SHARE, LINK_SHARE, RESERVE_SHARE, Chip
 from tba_jax.config import DeviceCounts
-from tba_jax.plan.chips import HOST_SHARE, LINK_SHARE, RESERVE_SHARE, Chip
 from tba_jax.plan.compiler import Compiled
 from tba_jax.plan.predict import Prediction, Terms, Workload
 from tba_jax.plan.splits import Memory
-from tba_jax.plan.work import Work
+from tba_jax.work import Work
 
 
 @dataclasses.dataclass(frozen=True)

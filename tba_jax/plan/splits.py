@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from ml_collections import ConfigDict
 
 from tba_jax import config as config_lib
+from tba_jax.chips import RESERVE_SHARE, Chip
 from tba_jax.models.variants import ModelConfig
-from tba_jax.plan.chips import RESERVE_SHARE, Chip
 from tba_jax.plan.compiler import Compiled
 from tba_jax.plan.programs import Part, largest_batch
-from tba_jax.plan.work import num_params
+from tba_jax.work import num_params
 
 
 # Program -> the resident that its result is, and how many of them are kept at once.

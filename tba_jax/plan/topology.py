@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from tba_jax.plan.chips import CHIPS
+from tba_jax.chips import CHIPS
 
 # The block of chips on one host, which one process drives; libtpu assumes 2x2x1 of any chip if it is not told.
 _CHIPS_PER_HOST = {"v4": (2, 2, 1), "v5e": (2, 4, 1), "v5p": (2, 2, 1), "v6e": (2, 4, 1)}

@@ -77,6 +77,10 @@ SECTIONS: tuple[tuple[str, tuple[Chart, ...]], ...] = (
   ("Speed", (
     Chart("trained_tokens_per_second", "Trained", "tokens/s", "response tokens of optimizer steps", low=0.0),
     Chart("generated_tokens_per_second", "Sampled", "tokens/s", "all searchers together", low=0.0),
+    Chart("trainer_share", "Trainer, of its limit", "share of peak FLOP/s", "work that the method needs, over all time",
+          True, 0.0),
+    Chart("searcher_share", "Searchers, of their limit", "share of tokens/s", "of what memory and arithmetic allow", True,
+          0.0),
     Chart("step_seconds", "Optimizer step", "s", "without drawing and waiting", low=0.0),
     Chart("real_token_share", "Not padding", "share of tokens", "of what the trainer computes", True, 0.0, 1.0),
     Chart("trainer_wait_seconds", "Trainer waits", "share of time", "for searchers' groups", True, 0.0,
@@ -85,7 +89,8 @@ SECTIONS: tuple[tuple[str, tuple[Chart, ...]], ...] = (
           value=_searchers_wait),
   )),
 )
-SMOOTHED = ("trainer_wait_seconds", "searcher_wait_seconds", "trained_tokens_per_second", "generated_tokens_per_second")
+SMOOTHED = ("trainer_wait_seconds", "searcher_wait_seconds", "trained_tokens_per_second", "generated_tokens_per_second",
+            "trainer_share", "searcher_share")
 
 
 def _x_axes(runs: Sequence[RunFiles]) -> dict[str, tuple[str, float]]:

@@ -14,11 +14,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tba_jax.limits import Limits
 from tba_jax.meters import StalenessStats
 from tba_jax.metrics import format_secs
 from tba_jax.report import charts, svg
 from tba_jax.report.curves import Group, differences, group_runs
 from tba_jax.report.run_files import RunFiles
+from tba_jax.report.speed import speeds
 
 _HERE = pathlib.Path(__file__).resolve().parent
 _AXIS_NAMES = {"steps": "steps", "time": "time", "tokens": "trained tokens"}
@@ -37,6 +39,7 @@ def make_page(runs: Sequence[RunFiles]) -> str:
   body = [_header(runs), _tiles(runs), _controls(groups, runs)]
   for name, members in charts.SECTIONS:
     body.append(_chart_section(name, members, groups))
+  body.append(_limits_section(runs))
   body += [_run_section(index, run, shown=index == 0) for index, run in enumerate(runs)]
   body.append(_config_section(runs))
   title = "tba_jax: " + ", ".join(run.name for run in runs)
@@ -98,6 +101,10 @@ def _figures(run: RunFiles) -> list[tuple[str, str]]:
   if "logprob_gap_max" in train:
     gaps = [gap for gap in train["logprob_gap_max"].tolist() if math.isfinite(gap)]
     figures.append(("log-prob gap, greatest", f"{max(gaps):.2g} nats" if gaps else "-"))
+  sides = speeds(train, run.limits)
+  if sides:
+    figures.append(("of the machine's limit", ", ".join(
+      f"{side.name.partition(',')[0]} {side.tokens_per_sec / side.limit_tokens_per_sec:.1%}" for side in sides[::2])))
   if results.get("bottleneck"):
     figures.append(("bottleneck", results["bottleneck"]))
   return figures
@@ -157,6 +164,42 @@ def _chart_section(name: str, members: Sequence[charts.Chart], groups: Sequence[
       cards.append(f"<figure>{_by_axis(drawn)}<figcaption>{escape(chart.note)} <code>{escape(chart.key)}</code>"
                    "</figcaption></figure>")
   return f"<section><h2>{name}</h2><div class=grid>{''.join(cards)}</div></section>" if cards else ""
+
+
+def _limits_section(runs: Sequence[RunFiles]) -> str:
+  """Tokens a second of both sides beside what their devices could do, and by what formula."""
+  rows, notes = "", []
+  for run in runs:
+    sides = speeds(run.train, run.limits)
+    rows += "".join(
+      f"<tr><th scope=row>{escape(run.name)}</th><td>{escape(side.name)}</td><td>{side.tokens_per_sec:,.0f}</td>"
+      f"<td>{side.limit_tokens_per_sec:,.0f}</td><td>{side.tokens_per_sec / side.limit_tokens_per_sec:.2%}</td>"
+      f"<td>{side.bound}</td></tr>" for side in sides)
+    if run.limits is not None:
+      notes.append(f"<li><b>{escape(run.name)}</b>: {escape(_peaks(run.limits))}</li>")
+  if not notes:
+    return ""
+  heads = "".join(f"<th scope=col>{name}</th>" for name in
+                  ("run", "who", "response tokens/s", "limit", "share", "bound by"))
+  table = f"<div class=scroll><table><tr>{heads}</tr>{rows}</table></div>" if rows else ""
+  return (
+    f"<section><h2>Of the machine’s limit</h2>{table}<figcaption>Trainer: limit = peak FLOP/s ÷ (6 N × (prompt + "
+    "response tokens) ÷ response tokens); 4 N with adapters. Searchers: limit = 1 ÷ the longer of 2 N ÷ peak FLOP/s and "
+    "(W ÷ slots + K × context) ÷ memory bytes/s. N: parameters of layers and head, W: their bytes, K: bytes of a "
+    "token’s keys and values, context: the prompt and half of the response. Padding, attention’s own products, "
+    "what is computed again, prefill and scoring are no work here but take time.</figcaption>"
+    f"<ul class=soft>{''.join(notes)}</ul></section>")
+
+
+def _peaks(limits: Limits) -> str:
+  """What the machine of a run is, in words."""
+  devices = (f"{limits.trainer_devices} + {limits.searcher_devices} devices of kind {limits.device_kind}, N = "
+             f"{limits.sample_flops_per_token / 2:.3g}, peaks {limits.peaks}")
+  if limits.trainer_flops_per_sec is None:
+    return devices + ": the limit is unknown"
+  shared = "; both sides share the machine, so their shares add up" if limits.one_machine else ""
+  return (f"{devices}: {limits.trainer_flops_per_sec:.3g} FLOP/s for the trainer, {limits.searcher_flops_per_sec:.3g} "
+          f"FLOP/s and {limits.searcher_bytes_per_sec:.3g} bytes/s for all searchers{shared}")
 
 
 def _run_section(index: int, run: RunFiles, *, shown: bool) -> str:

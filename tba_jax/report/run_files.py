@@ -20,7 +20,9 @@ import numpy as np
 from tba_jax import metrics
 from tba_jax.alarms import WARNINGS_FILE
 from tba_jax.config_schema import flatten
+from tba_jax.limits import MACHINE_FILE, Limits
 from tba_jax.meters import TIMELINE_FILE, union
+from tba_jax.report import speed
 
 CONFIG_FILE = "config.json"
 _WHOLE_BYTES = 32 * 2**20  # of a timeline that is read whole
@@ -58,6 +60,7 @@ class RunFiles:
   activity: Activity | None
   rollouts: list[dict[str, Any]]
   warnings: list[str]
+  limits: Limits | None  # of the machine; None where the run does not tell
 
   @property
   def name(self) -> str:
@@ -79,16 +82,19 @@ def read_run(folder: pathlib.Path, *, num_rollouts: int, rollout_bytes: int) -> 
     raise ValueError(f"{folder} holds no run (there is no {CONFIG_FILE} in it); give the --workdir of one")
   try:
     config = flatten(json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")))
-    results = folder / metrics.RESULTS_FILE
-    found = json.loads(results.read_text(encoding="utf-8")) if results.is_file() else None
+    found, machine = (json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+                      for path in (folder / metrics.RESULTS_FILE, folder / MACHINE_FILE))
   except json.JSONDecodeError as error:
-    raise ValueError(f"{folder}: {CONFIG_FILE} or {metrics.RESULTS_FILE} is not JSON ({error}); give another run "
-                     "or mend the file") from None
+    raise ValueError(f"{folder}: {CONFIG_FILE}, {metrics.RESULTS_FILE} or {MACHINE_FILE} is not JSON ({error}); give "
+                     "another run or mend the file") from None
   train, evals, staleness = _read_metrics(folder / metrics.METRICS_FILE)
+  limits = Limits(**machine) if machine else None
+  train |= speed.shares(train, limits)
   return RunFiles(
     folder, config, found, train, evals, staleness, _read_activity(folder / TIMELINE_FILE),
     _read_rollouts(folder / "rollouts", num=num_rollouts, most_bytes=rollout_bytes),
-    [line["text"] for line in metrics.read_jsonl(folder / WARNINGS_FILE)] if (folder / WARNINGS_FILE).is_file() else [])
+    [line["text"] for line in metrics.read_jsonl(folder / WARNINGS_FILE)] if (folder / WARNINGS_FILE).is_file() else [],
+    limits)
 
 
 # --- metrics.jsonl ---

@@ -233,6 +233,7 @@ class Run:
         **report.metrics,
         "version": self.trainer.version,
         "reward": float(report.draw.rewards[valid].mean()),
+        "prompt_tokens": float(report.draw.prompt_lengths[valid].mean()),
         "response_tokens": float(report.draw.lengths[valid].mean()),
         "staleness_mean": float(staleness.mean()),
         "staleness_max": int(staleness.max()),

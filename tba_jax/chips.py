@@ -1,4 +1,4 @@
-"""What the model of a plan knows of each chip: the one place of its constants, with where each was read.
+"""What is known of each chip: the one place of its constants, with where each was read.
 
 Every number is of what JAX calls a device. That is a chip, but on v4, whose two cores the ahead-of-time compiler counts
 as two devices of half a chip each (a real v4 slice may show one device a chip: plan for half as many then).
@@ -11,6 +11,7 @@ published measurement of the last two was found, so they are assumptions and the
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 
@@ -80,6 +81,33 @@ CHIPS: dict[str, Chip] = {
     ),
   )
 }
+
+
+# device_kind as JAX names it.
+_KINDS = {
+  "TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e",
+  "TPU v6e": "v6e",
+}
+
+
+def chip_of(device: jax.Device) -> Chip | None:
+  """The peaks of a device that is there: the vendor's of a TPU, of this whole machine, measured, for a CPU; None where
+  not known. Where programs run, not only compile, a v4 chip is one device.
+  """
+  if device.platform == "cpu":
+    return _measured_cpu()
+  if device.device_kind not in _KINDS:
+    return None
+  chip = CHIPS[_KINDS[device.device_kind]]
+  return dataclasses.replace(
+    chip, peak_flops=chip.peak_flops * chip.devices_per_chip, hbm_bytes=chip.hbm_bytes * chip.devices_per_chip,
+    hbm_bytes_per_sec=chip.hbm_bytes_per_sec * chip.devices_per_chip, host_bytes=chip.host_bytes * chip.devices_per_chip,
+    devices_per_chip=1)
+
+
+@functools.cache
+def _measured_cpu() -> Chip:
+  return measure_cpu(1, size=768)
 
 
 def measure_cpu(num_devices: int, *, size: int = 1024) -> Chip:

@@ -42,6 +42,21 @@ def num_params(cfg: ModelConfig) -> int:
   return cfg.num_layers * layer_params(cfg) + tables
 
 
+def matmul_params(cfg: ModelConfig) -> int:
+  """Elements of the matrices that every token is multiplied with: all layers and the head."""
+  return cfg.num_layers * layer_params(cfg) + cfg.hidden_size * cfg.num_embeddings
+
+
+def cache_element_bytes(cfg: ModelConfig, dtype: str) -> float:
+  """Of an entry of a cache stored as `dtype`; int8 with its scales, one float32 a head."""
+  return 1 + 4 / cfg.head_dim if dtype == "int8" else 2 if dtype == "bfloat16" else 4
+
+
+def cache_token_bytes(cfg: ModelConfig, dtype: str) -> float:
+  """Keys and values of one token in all layers."""
+  return 2 * cfg.num_kv_heads * cfg.head_dim * cfg.num_layers * cache_element_bytes(cfg, dtype)
+
+
 def forward_flops(cfg: ModelConfig, *, tokens: float, context: float, head_tokens: float) -> float:
   """Of `tokens` positions that each attend to `context` positions, and of the head at `head_tokens` positions.
 
