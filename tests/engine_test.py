@@ -459,7 +459,8 @@ class CompileCounter:
     self._active = False
 
 
-@pytest.mark.parametrize("on_mesh,lane_samples", [(False, 1), (True, 1), (False, 3)])
+@pytest.mark.parametrize("on_mesh,lane_samples", [
+  pytest.param(False, 1, marks=pytest.mark.slow), (True, 1), (False, 3)])
 def test_after_warmup_nothing_compiles(weights, on_mesh, lane_samples):
   where = Mesh(np.array(jax.devices()[:4]).reshape(2, 2),
                ("data", "tensor")) if on_mesh else jax.devices()[lane_samples]

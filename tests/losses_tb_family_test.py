@@ -129,7 +129,7 @@ def test_tb_f_divergence_refuses_alpha_above_1():
     cases.run(functools.partial(tb.tb_f_divergence, alpha=1.5), cases.standard_case(78), beta=BETA)
 
 
-@pytest.mark.parametrize("alpha", [0.5, 0.0])
+@pytest.mark.parametrize("alpha", [pytest.param(0.5, marks=pytest.mark.slow), 0.0])
 def test_off_policy_minimum_is_the_tilted_reference_for_other_divergences(alpha):
   assert toy.total_variation_after_training(functools.partial(tb.tb_f_divergence, alpha=alpha), beta=0.3) < 0.02
 

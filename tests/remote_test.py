@@ -121,7 +121,8 @@ def _params(workdir):
 @pytest.mark.parametrize("changes", [
     dict(runtime__lag=1, train__steps=4),
     dict(reference__reset_every_steps=2, loss__name="tb_vargrad", train__steps=4),
-    dict(lora__pattern="layers/attn/[qv]", lora__rank=4, lora__alpha=8.0, train__steps=3),
+    pytest.param(dict(lora__pattern="layers/attn/[qv]", lora__rank=4, lora__alpha=8.0, train__steps=3),
+                 marks=pytest.mark.slow),
 ], ids=["lag", "reference", "lora"])
 def test_lockstep_with_hosts_is_the_local_run_bit_for_bit(tmp_path, monkeypatch, connections, changes):
   changes = dict(runtime__mode="lockstep", eval__every_steps=2) | changes

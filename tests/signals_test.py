@@ -63,7 +63,8 @@ def test_sigterm_in_lockstep_resumes_to_the_bits_of_the_unbroken_run(tmp_path, c
   assert runs.untimed(whole) == runs.untimed(broken)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+# SIGINT: the next test begins with it.
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_signal_in_async_mode_ends_all_threads_within_ten_seconds(tmp_path, cache, number):
   process = _start(tmp_path / "run", "--config.train.steps=100000", cache=cache)
   _wait_for_step(process, tmp_path / "run", 3)
