@@ -59,6 +59,7 @@ def get_config(arg=None):
   config.loss.update(gamma_init=1.0, gamma_final=1.0, gamma_steps=0)  # the reference as it is
   config.loss.update(reward_temperature_init=1.0, reward_temperature_final=1.0, reward_temperature_steps=0)
   config.loss.head_learning_rate = 1e-3  # of the losses that learn a log Z or values
+  config.loss.update(vine_samples=4, vine_step_tokens=4)  # tokens, as this task's responses have no lines
   config.buffer = dict(
     capacity=20_000, capacity_per_prompt=64, recent_fraction=0.95,
     order="tba", priority="uniform", priority_temperature=1.0,

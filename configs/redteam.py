@@ -86,6 +86,7 @@ def get_config(arg=None):
   config.sample.temperature_ladder = (1.0, 0.7, 1.0, 1.5)  # half of the searchers explore
   config.loss = dict(name="tb_vargrad", beta_init=0.05, beta_final=0.05, beta_decay_steps=0)
   config.loss.head_learning_rate = 1e-3  # of the losses that learn a log Z or values
+  config.loss.update(vine_samples=9, vine_step_tokens=8)
   config.loss.update(gamma_init=1.0, gamma_final=size["gamma"], gamma_steps=2000)
   config.loss.update(
     reward_temperature_init=2.0, reward_temperature_final=1.0, reward_temperature_steps=size["temperature_steps"])

@@ -52,6 +52,7 @@ def get_config(arg=None):
   config.loss.update(gamma_init=1.0, gamma_final=1.0, gamma_steps=0)  # the reference as it is
   config.loss.update(reward_temperature_init=1.0, reward_temperature_final=1.0, reward_temperature_steps=0)
   config.loss.head_learning_rate = 1e-3  # of the losses that learn a log Z or values
+  config.loss.update(vine_samples=9, vine_step_tokens=0)  # vineppo: at newlines
   config.buffer = dict(
     capacity=1_000, capacity_per_prompt=8, recent_fraction=1.0, order="tba", priority="uniform",
     priority_temperature=1.0, fill_responses=0, dedup=True, near_duplicate=0.0, max_uses=0, max_staleness=-1,

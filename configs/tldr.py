@@ -66,6 +66,7 @@ def get_config(arg=None):
   config.loss.update(gamma_init=1.0, gamma_final=1.0, gamma_steps=0)  # the reference as it is
   config.loss.update(reward_temperature_init=1.0, reward_temperature_final=1.0, reward_temperature_steps=0)
   config.loss.head_learning_rate = 1e-3  # of the losses that learn a log Z or values
+  config.loss.update(vine_samples=9, vine_step_tokens=8)
   config.buffer = dict(
     capacity=200_000, capacity_per_prompt=100, recent_fraction=0.5, order="tba", priority="reward",
     priority_temperature=1.0, fill_responses=10_000, dedup=True, near_duplicate=0.0, max_uses=0, max_staleness=-1,

@@ -6,11 +6,11 @@ from __future__ import annotations
 import functools
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 from ml_collections import ConfigDict
 
 from tba_jax import config as config_lib
@@ -34,10 +34,12 @@ from tba_jax.runtime.settings import RunSettings, StopFlag
 from tba_jax.runtime.trainer import Trainer
 from tba_jax.sampling.engine import Engine
 from tba_jax.searcher import SampleSettings, Searcher, cast, make_decode_layout_scorer
+from tba_jax.searcher_places import make_weight_store, place_searcher
 from tba_jax.tasks import registry
 from tba_jax.tasks.base import Task, TaskSettings, make_reward
 from tba_jax.tokenizer import Tokenizer
 from tba_jax.types import TrainState
+from tba_jax.vine import VineSettings, newline_ids
 from tba_jax.weights import WeightStore
 from tba_jax.workdir import as_config_error, say
 
@@ -194,25 +196,6 @@ def _fine_tune(
 # --- Searchers ---
 
 
-class Place(NamedTuple):
-  """Where a searcher lives."""
-
-  device_or_mesh: jax.Device | Mesh
-  weights: Any  # placement of parameters in the decode layout
-  reference: Any  # placement of stacked parameters
-  mesh: Mesh | None
-
-
-def place_searcher(cfg: ModelConfig, devices: Sequence[jax.Device]) -> Place:
-  """One device, or tensor parallelism over several."""
-  if len(devices) == 1:
-    return Place(devices[0], devices[0], devices[0], None)
-  mesh = sharding.make_mesh(devices, fsdp=1, tensor=len(devices))
-  stacked = sharding.param_shardings(transformer.abstract_params(cfg, jnp.float32), mesh)
-  layer = jax.tree.map(lambda s: NamedSharding(mesh, PartitionSpec(*s.spec[1:])), stacked["layers"])
-  return Place(mesh, {**stacked, "layers": (layer,) * cfg.num_layers}, stacked, mesh)
-
-
 def build_searchers(
     config: ConfigDict, cfg: ModelConfig, task: Task, params: Any, device_lists: Sequence[Sequence[jax.Device]],
     span: Callable[..., Any], *, first_index: int = 0,
@@ -229,11 +212,11 @@ def build_searchers(
   # A frozen base is never donated: in the right dtype, on the right device, it is the reference.
   reference = params if lora is not None and dtype == param_dtype(config) else cast(params, dtype=dtype)
   references = [jax.device_put(reference, place.reference, may_alias=lora is not None) for place in places]
-  weights = _weight_store(cfg, lora, places, references, dtype, timeout_secs=config.runtime.hang_secs)
+  weights = make_weight_store(cfg, lora, places, references, dtype, timeout_secs=config.runtime.hang_secs)
   settings = SampleSettings(
       seed=config.seed, num_samples=sample.responses_per_prompt, temperature=sample.temperature,
       max_new_tokens=sample.max_new_tokens, truncated=sample.truncated, length_buckets=tuple(train.length_buckets),
-      hang_secs=config.runtime.hang_secs, score_reference=reads_reference(config))
+      hang_secs=config.runtime.hang_secs, score_reference=reads_reference(config), vine=_vine_settings(config, task))
   ladder = tuple(sample.temperature_ladder) or (sample.temperature,)
 
   scorers = [make_scorer(config, cfg, place.mesh) for place in places]
@@ -243,8 +226,8 @@ def build_searchers(
     at = index - first_index
     place = places[at]
     make_engine = functools.partial(
-        Engine, cfg, place.device_or_mesh, slots=sample.slots, max_prompt_tokens=sample.max_prompt_tokens,
-        max_new_tokens=sample.max_new_tokens, chunk_tokens=sample.chunk_tokens, stop_ids=task.tokenizer.stop_ids,
+        Engine, cfg, place.device_or_mesh, slots=sample.slots, **engine_limits(config),
+        chunk_tokens=sample.chunk_tokens, stop_ids=task.tokenizer.stop_ids,
         dtype=dtype, log_mu_temperature=sample.temperature, in_flight=sample.in_flight,
         cache_dtype=jnp.dtype(sample.cache_dtype), attention=sample.attention)
     engine = make_engine(lane_samples=sample.lane_samples, recompute_kv=sample.recompute_kv)
@@ -262,6 +245,34 @@ def build_searchers(
   return weights, make_searcher
 
 
+def engine_limits(config: ConfigDict) -> dict[str, int]:
+  """Tokens of a prompt, of a response, and of both that a searcher's engine takes.
+
+  Where a loss wants values within responses, all of a response but its last token may be part of a prompt.
+  """
+  prompt, new = config.sample.max_prompt_tokens, config.sample.max_new_tokens
+  if has_advantages(config):
+    return dict(max_prompt_tokens=prompt + new - 1, max_new_tokens=new, cache_tokens=prompt + new)
+  return dict(max_prompt_tokens=prompt, max_new_tokens=new)
+
+
+def has_advantages(config: ConfigDict) -> bool:
+  """Whether rollouts carry an advantage for each token."""
+  return get_loss(config.loss.name).needs_advantages
+
+
+def _vine_settings(config: ConfigDict, task: Task) -> VineSettings | None:
+  """Raises ConfigError where steps end at newlines and the tokenizer has none."""
+  if not has_advantages(config):
+    return None
+  ends = frozenset() if config.loss.vine_step_tokens else newline_ids(task.tokenizer)
+  with as_config_error("loss.vine_step_tokens"):
+    if not ends and not config.loss.vine_step_tokens:
+      raise ValueError("loss.vine_step_tokens=0 ends the steps of a response at newlines, which no token of this "
+                       "tokenizer holds; set it to the tokens of a step, for example to 8")
+  return VineSettings(config.loss.vine_samples, config.loss.vine_step_tokens, ends)
+
+
 def make_scorer(config: ConfigDict, cfg: ModelConfig, mesh: Mesh | None) -> Callable[..., jax.Array]:
   """Log-probabilities under the reference, as a searcher takes them: no more rows at once than the trainer takes."""
   train = config.train
@@ -269,33 +280,6 @@ def make_scorer(config: ConfigDict, cfg: ModelConfig, mesh: Mesh | None) -> Call
   return learner.make_scorer(
       cfg, temperature=config.sample.temperature, dtype=jnp.dtype(train.compute_dtype),
       chunk_tokens=train.head_chunk_tokens, rows_at_once=rows_at_once, backend=train.attention, mesh=mesh)
-
-
-def make_convert(dtype: Any) -> Callable[[Any], Any]:
-  """Parameters of the trainer -> the decode layout in a searcher's dtype; jitted."""
-  return jax.jit(lambda tree: transformer.unstack(jax.tree.map(lambda x: x.astype(dtype), tree)))
-
-
-def copy_of_adapters() -> Callable[[Any], Any]:
-  """Adapters as they are moved: of their own buffers; jitted."""
-  return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
-
-
-def _weight_store(
-    cfg: ModelConfig, lora: LoraSettings | None, places: Sequence[Place], references: Sequence[Any], dtype: Any, *,
-    timeout_secs: float,
-) -> WeightStore:
-  """Moves all parameters in the decode layout; or adapters alone, which each searcher merges with its reference."""
-  if lora is None:
-    return WeightStore(make_convert(dtype), [place.weights for place in places], timeout_secs=timeout_secs)
-  abstract = lora_lib.abstract_adapters(cfg, settings=lora)
-  merge = functools.partial(lora_lib.merge_unstacked, scale=lora.scale)
-  placements, expand = [], []
-  for place, reference in zip(places, references, strict=True):
-    on_mesh = place.mesh is not None
-    placements.append(sharding.param_shardings(abstract, place.mesh) if on_mesh else place.weights)
-    expand.append(functools.partial(jax.jit(merge, out_shardings=place.weights if on_mesh else None), reference))
-  return WeightStore(copy_of_adapters(), placements, expand=expand, timeout_secs=timeout_secs)
 
 
 def placements(config: ConfigDict, cfg: ModelConfig, devices: Sequence[jax.Device]) -> list[placement.Placement]:
@@ -310,7 +294,8 @@ def placements(config: ConfigDict, cfg: ModelConfig, devices: Sequence[jax.Devic
       max_prompt_tokens=config.sample.max_prompt_tokens, max_new_tokens=config.sample.max_new_tokens,
       buffer_capacity=config.buffer.capacity, lora=lora_settings(config),
       reference_moves=config.reference.reset_every_steps > 0, reference_average=config.reference.ema_decay > 0,
-      beside=extra_models(config), with_head=get_loss(config.loss.name).needs_head)
+      beside=extra_models(config), with_head=get_loss(config.loss.name).needs_head,
+      with_advantages=has_advantages(config))
 
 
 def check_memory(config: ConfigDict, cfg: ModelConfig, devices: Sequence[jax.Device]) -> None:
@@ -377,7 +362,7 @@ def build_trainer(config: ConfigDict, cfg: ModelConfig, params: Any, mesh: Mesh,
   state: TrainState = learner.init_train_state(params, optimizer, mesh=mesh, head=head, head_params=head_params)
   return Trainer(
       state=state, step=step, beta_at_update=beta_at_update, tempering_at_update=tempering(config).at,
-      placement=sharding.batch_sharding(mesh),
+      placement=sharding.batch_sharding(mesh, with_advantages=has_advantages(config)),
       row_multiple=train.micro_batches * sharding.num_batch_shards(mesh), length_buckets=train.length_buckets,
       micro_batches=train.micro_batches, pack=train.packing, max_nonfinite_in_row=train.max_nonfinite_in_row,
       dump_folder=folder, frozen=frozen)
@@ -420,7 +405,7 @@ def build_exchange(config: ConfigDict, num_prompts: int) -> Exchange:
       priority_temperature=config.buffer.priority_temperature, max_uses=config.buffer.max_uses,
       max_staleness=config.buffer.max_staleness, dedup=config.buffer.dedup and _lag(config) < 0,
       order=config.buffer.order if _lag(config) < 0 else "fifo", single_prompt=num_prompts == 1,
-      near_duplicate=config.buffer.near_duplicate)
+      near_duplicate=config.buffer.near_duplicate, with_advantages=has_advantages(config))
   return Exchange(
       ledger=PromptLedger(num_prompts, seed=config.seed), buffer=buffer, groups_per_step=config.train.prompts_per_step,
       responses_per_prompt=config.train.responses_per_prompt,

@@ -24,6 +24,7 @@ from tba_jax.runtime.parcels import pack, unpack
 from tba_jax.runtime.reference import Reference
 from tba_jax.runtime.remote import Connection, Put, RemoteSearcher, SharedReference, SharedWeightStore
 from tba_jax.searcher import Searcher, cast
+from tba_jax.searcher_places import copy_of_adapters, make_convert, place_searcher
 from tba_jax.tasks.base import Task
 from tba_jax.types import Prompt
 from tba_jax.weights import WeightStore
@@ -55,7 +56,7 @@ def make_host(spec: HostSpec, reference: SentWeights, fetch: Fetch) -> SearcherH
     raise ValueError(f"the prompts of task {config.task} on the machine of searcher {spec.index} are not those of the "
                      f"trainer's (checksum {found:08x}, there {spec.prompts:08x}); give both the same data")
   devices = jax.devices()[: config.devices.per_searcher or 1]
-  place = build.place_searcher(cfg, devices)
+  place = place_searcher(cfg, devices)
   place_reference = functools.partial(jax.device_put, device=place.reference, may_alias=False)
   params = place_reference(unpack(reference.parcel, fetch(reference.parcel.chunks)))
   spans = Spans()
@@ -96,7 +97,7 @@ def build_remote_searchers(
   sent = SentWeights(0, pack(jax.device_get(reference), put))
   del reference
   weights = SharedWeightStore(
-      build.make_convert(jnp.dtype(config.sample.dtype)) if lora is None else build.copy_of_adapters(),
+      make_convert(jnp.dtype(config.sample.dtype)) if lora is None else copy_of_adapters(),
       device=_host_device(), put=put, timeout_secs=config.runtime.hang_secs)
   files = {path.name: path.read_bytes() for path in sorted((folder / "model").iterdir()) if path.is_file()}
   spec = HostSpec(config.to_dict(), 0, files, checksum_of_prompts(task))

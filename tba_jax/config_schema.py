@@ -151,6 +151,11 @@ SCHEMA: dict[str, Rule] = {
   "loss.beta_decay_steps": _key(_integer(0), "over which beta goes from beta_init to beta_final"),
   "loss.head_learning_rate": _key(
     _number(0, above=True), "of the scalar head that some losses learn beside the model: a log Z, or values"),
+  "loss.vine_samples": _key(
+    _integer(1), "responses that the value of a state within a response is the mean reward of (vineppo)"),
+  "loss.vine_step_tokens": _key(
+    _integer(0, or_else="0: steps end at newlines"),
+    "tokens between two states that are valued (vineppo); 0: a state after each newline"),
   # The target is (pi_ref^(1 / gamma) exp(reward / beta))^(1 / reward_temperature), as red-teaming has it; both run
   # evenly from init to final over so many updates. At 1 they change nothing. Metrics of the distance to the reference
   # are then of the tempered one.

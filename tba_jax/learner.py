@@ -238,7 +238,8 @@ def make_train_step(
   return jax.jit(
     step,
     donate_argnums=0,
-    in_shardings=(state_out, sharding.batch_sharding(mesh), replicated, *frozen_in),
+    # Of batches without advantages their sharding says nothing.
+    in_shardings=(state_out, sharding.batch_sharding(mesh, with_advantages=True), replicated, *frozen_in),
     out_shardings=(state_out, replicated),
   )
 
@@ -354,12 +355,12 @@ def split_rows(batch: Batch, micro_batches: int, mesh: Mesh | None = None) -> Ba
       f"a batch of {num_rows} rows does not split into micro_batches={micro_batches} over {shards} devices; "
       f"collate it with row_multiple={micro_batches * shards}."
     )
-  per_token = sharding.PER_TOKEN_FIELDS
+  per_token = [name for name in sharding.PER_TOKEN_FIELDS if getattr(batch, name) is not None]
   parts = {name: _split(getattr(batch, name), micro_batches, mesh) for name in per_token}
   repeat = lambda x: jnp.broadcast_to(x, (micro_batches, *jnp.shape(x)))
   owners = parts["sequence_ids"].reshape(micro_batches, -1)
   present = jax.vmap(lambda ids: jnp.zeros(num_responses + 1, bool).at[ids].set(True)[:num_responses])(owners)
-  rest = {name: repeat(getattr(batch, name)) for name in Batch._fields if name not in per_token}
+  rest = {name: repeat(getattr(batch, name)) for name in Batch._fields if name not in sharding.PER_TOKEN_FIELDS}
   return Batch(**parts, **{**rest, "valid": rest["valid"] & present})
 
 

@@ -116,7 +116,7 @@ def placements(
   optimizer: str, param_dtype: Any, compute_dtype: Any, sample_dtype: Any, cache_dtype: Any, attention: str, slots: int,
   lane_samples: int, max_prompt_tokens: int, max_new_tokens: int, buffer_capacity: int,
   lora: LoraSettings | None = None, reference_moves: bool = False, reference_average: bool = False,
-  beside: Sequence[Beside] = (), with_head: bool = False,
+  beside: Sequence[Beside] = (), with_head: bool = False, with_advantages: bool = False,
 ) -> list[Placement]:
   """What each part of a run keeps, device counts as `config.resolve_devices` gives them; searchers 0 where they are in
   other processes.
@@ -125,7 +125,8 @@ def placements(
   adapters are trained or everything: the weights (merged ones), and the reference (the base that they are merged with).
   A reference that moves is kept by the trainer too, and with `reference_average` the float32 average that it is set to.
   `beside`: what the task keeps on each searcher.
-  `with_head`: the loss learns a scalar head beside the model, with AdamW's state.
+  `with_head`: the loss learns a scalar head beside the model, with AdamW's state. `with_advantages`: rows hold an
+  advantage for each token.
   Raises: ValueError if the pattern of `lora` matches no layer.
   """
   trainer_devices, searcher_devices = devices[:trainer], []
@@ -175,8 +176,9 @@ def placements(
     found.append(_place(f"searcher {number}", group, f"cache of {slots} slots", caches, layout))
     for extra in beside:
       found.append(_place(f"searcher {number}", group, extra.name, extra.tree, extra.layout(mesh)))
-  # Per response: tokens, log_mu and log_ref, and at most one prompt; all of 4 bytes. Scalars of a row do not matter.
-  total = buffer_capacity * 4 * (3 * max_new_tokens + max_prompt_tokens)
+  # Per response: tokens, log_mu, log_ref, perhaps advantages, and at most one prompt; all of 4 bytes. Scalars of a row
+  # do not matter.
+  total = buffer_capacity * 4 * ((3 + with_advantages) * max_new_tokens + max_prompt_tokens)
   return found + [Placement("host", "memory", f"replay buffer when full ({buffer_capacity:,} responses)", total, total)]
 
 

@@ -23,6 +23,7 @@ from tba_jax.models import transformer
 from tba_jax.sampling.engine import Engine, SampledGroup, SampleRequest, sample_keys
 from tba_jax.tasks.base import GroupReward, Responses
 from tba_jax.types import Occurrence, Prompt, RolloutGroup
+from tba_jax.vine import State, VineGroup, VineSettings
 from tba_jax.weights import Weights
 
 TRUNCATED_POLICIES = ("score", "zero", "mask")
@@ -43,6 +44,7 @@ class SampleSettings:
   length_buckets: tuple[int, ...]  # row lengths at which groups are scored
   hang_secs: float  # after which the grading of a group is given up
   score_reference: bool = True  # false: the loss never reads log_ref, which is 0 then
+  vine: VineSettings | None = None  # for a loss that wants advantages within responses
 
 
 @dataclasses.dataclass
@@ -50,9 +52,9 @@ class SearcherCounts:
   """What a searcher did since it was made."""
 
   rollouts: int = 0
-  generated_tokens: int = 0
+  generated_tokens: int = 0  # those of continuations, which are no rollouts, among them
   truncated: int = 0
-  bad_rewards: int = 0  # rows left out because their reward was not finite
+  bad_rewards: int = 0  # rows left out because their reward, or a value within them, was not finite
   masked: int = 0  # rows left out by the policy for truncated responses
   dropped_groups: int = 0  # fewer than 2 rows were left
 
@@ -121,6 +123,7 @@ class Searcher:
     self.eval_reward = eval_reward
     self._settings, self._temperature = settings, temperature
     self._span, self._grader = span, Caller(f"grader{index}")
+    self._vines: dict[Occurrence, VineGroup] = {}  # groups whose values are being sampled
     self._given: Weights | None = None  # the newest the engine was given; in effect when the engine's version says so
 
   def ready(self, weights: Weights) -> bool:
@@ -221,14 +224,45 @@ class Searcher:
 
   def step(self) -> list[tuple[Occurrence, RolloutGroup | None]]:
     """Decodes one chunk; grades and scores the groups that it finished. None: fewer than 2 usable rows, the prompt is
-    skipped.
+    skipped. Where values within responses are wanted, a group is finished when they are.
 
     Raises: deadlines.Hung if the grading of a group does not come back; whatever grading raises. The groups that the
       chunk finished are then lost to the engine: whoever drives this searcher knows which occurrences it has started.
     """
     with self._doing("decode"):
       sampled = self.engine.step()
-    return [(group.tag, self._finish(group)) for group in sampled]
+    if self._settings.vine is None:
+      return [(group.tag, self._finish(group)) for group in sampled]
+    return [(vine.occurrence, self._finish(vine.sampled, vine)) for vine in self._with_values(sampled)]
+
+  def _with_values(self, sampled: Sequence[SampledGroup]) -> list[VineGroup]:
+    """Queues continuations of sampled groups, and takes up those that have come; the groups that lack no value any more.
+
+    Weights that are taken in flight value the states by the policy as it is then.
+    """
+    s, complete = self._settings, []
+    for found in sampled:
+      if isinstance(found.tag, State):
+        vine = self._vines[found.tag.occurrence]
+        vine.add(found.tag, self._value(vine, found))
+      else:
+        left_out = found.truncated & (s.truncated == "mask")
+        vine = VineGroup(self._prompts[found.tag.prompt_id].tokens, found, s.vine, left_out=left_out)
+        self._vines[found.tag] = vine
+        for request in vine.requests(seed=s.seed, temperature=self._temperature, max_new_tokens=s.max_new_tokens):
+          self.engine.submit(request)
+      if vine.is_complete:
+        complete.append(self._vines.pop(vine.occurrence))
+    return complete
+
+  def _value(self, vine: VineGroup, found: SampledGroup) -> float:
+    """Mean reward of the continuations of a state; NaN if none can be graded."""
+    self.counts.generated_tokens += int(found.lengths.sum())
+    _, rewards = self._grade_whole(vine.joined(found), vine.occurrence)
+    keep = np.isfinite(rewards)
+    if self._settings.truncated == "mask":
+      keep &= ~found.truncated
+    return float(rewards[keep].mean(dtype=np.float64)) if keep.any() else float("nan")
 
   @contextlib.contextmanager
   def _doing(self, kind: str) -> Iterator[None]:
@@ -240,6 +274,7 @@ class Searcher:
   def abandon(self) -> None:
     """Drops what is under way."""
     self.engine.cancel()
+    self._vines.clear()
 
   def close(self) -> None:
     """Ends the grader's thread."""
@@ -253,17 +288,16 @@ class Searcher:
       return None
     return self._score_rows(self._score_decode_layout, held.params, group.prompt, group.tokens, group.lengths)
 
-  def _finish(self, sampled: SampledGroup) -> RolloutGroup | None:
+  def _finish(self, sampled: SampledGroup, vine: VineGroup | None = None) -> RolloutGroup | None:
     occurrence, prompt = sampled.tag, self._prompts[sampled.tag.prompt_id]
     self.counts.rollouts += len(sampled.lengths)
     self.counts.generated_tokens += int(sampled.lengths.sum())
     self.counts.truncated += int(sampled.truncated.sum())
-    with self._doing("grade"):
-      texts = [self._response_text(row[:n]) for row, n in zip(sampled.tokens, sampled.lengths)]
-      rewards = self._grader.call(
-          lambda: self._grade(prompt, texts, sampled), secs=self._settings.hang_secs,
-          what=f"the reward of prompt {prompt.prompt_id} (occurrence {occurrence.occurrence})")
+    texts, rewards = self._grade_whole(sampled, occurrence)
     keep = np.isfinite(rewards)
+    if vine is not None:
+      advantages = vine.advantages(rewards)
+      keep &= np.isfinite(advantages).all(axis=1) | (sampled.truncated & (self._settings.truncated == "mask"))
     self.counts.bad_rewards += int((~keep).sum())
     if self._settings.truncated == "mask":
       self.counts.masked += int((keep & sampled.truncated).sum())
@@ -283,7 +317,17 @@ class Searcher:
         log_mu=sampled.log_mu[keep, :longest], log_ref=log_ref[keep, :longest],
         versions=sampled.versions[keep, :longest], rewards=rewards[keep], truncated=sampled.truncated[keep],
         ref_version=ref_version, temperature=self._settings.temperature, searcher=self.index,
-        texts=tuple(text for text, k in zip(texts, keep) if k))
+        texts=tuple(text for text, k in zip(texts, keep) if k),
+        advantages=None if vine is None else advantages[keep, :longest])
+
+  def _grade_whole(self, sampled: SampledGroup, occurrence: Occurrence) -> tuple[list[str], np.ndarray]:
+    """Texts and rewards float32 [S] of whole responses."""
+    prompt = self._prompts[occurrence.prompt_id]
+    with self._doing("grade"):
+      texts = [self._response_text(row[:n]) for row, n in zip(sampled.tokens, sampled.lengths)]
+      return texts, self._grader.call(
+          lambda: self._grade(prompt, texts, sampled), secs=self._settings.hang_secs,
+          what=f"the reward of prompt {prompt.prompt_id} (occurrence {occurrence.occurrence})")
 
   def _grade(self, prompt: Prompt, texts: Sequence[str], sampled: SampledGroup) -> np.ndarray:
     """Rewards float32 [S]; NaN for a response that could not be graded."""

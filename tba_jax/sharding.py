@@ -21,7 +21,7 @@ from tba_jax.types import Batch
 MESH_AXES = ("data", "fsdp", "tensor")
 
 # Fields of a Batch that are [B, T]; the others are per response, or counts.
-PER_TOKEN_FIELDS = ("tokens", "positions", "segment_ids", "sequence_ids", "log_mu", "log_ref")
+PER_TOKEN_FIELDS = ("tokens", "positions", "segment_ids", "sequence_ids", "log_mu", "log_ref", "advantages")
 
 LOGICAL_TO_MESH: dict[str | None, str | tuple[str, ...] | None] = {
   "batch": ("data", "fsdp"),
@@ -168,11 +168,13 @@ def state_shardings(state: Any, params: Any, shardings: Any, mesh: Mesh) -> Any:
   return jax.tree_util.tree_map_with_path(leaf_sharding, state)
 
 
-def batch_sharding(mesh: Mesh) -> Batch:
-  """A Batch of NamedShardings: rows are split over "data" and "fsdp", what is per response is on every device."""
+def batch_sharding(mesh: Mesh, *, with_advantages: bool = False) -> Batch:
+  """A Batch of NamedShardings: rows are split over "data" and "fsdp", what is per response is on every device. None in
+  the place of advantages where batches have none."""
   rows = NamedSharding(mesh, PartitionSpec(LOGICAL_TO_MESH["batch"], None))
   everywhere = NamedSharding(mesh, PartitionSpec())
-  return Batch(**{name: rows if name in PER_TOKEN_FIELDS else everywhere for name in Batch._fields})
+  names = [name for name in Batch._fields if with_advantages or name != "advantages"]
+  return Batch(**{name: rows if name in PER_TOKEN_FIELDS else everywhere for name in names})
 
 
 def activation_constraint(mesh: Mesh | None) -> Callable[[jax.Array], jax.Array] | None:

@@ -82,7 +82,8 @@ def _run(config: ConfigDict, folder: pathlib.Path, stop: StopFlag, stack: contex
   cluster = stack.enter_context(_cluster(config, counts)) if remote else None
 
   # --- Model, task, version 0 ---
-  run_state = RunState(folder, keep=config.checkpoint.keep, timeout_secs=config.runtime.hang_secs)
+  run_state = RunState(folder, keep=config.checkpoint.keep, timeout_secs=config.runtime.hang_secs,
+                       with_advantages=build.has_advantages(config))
   stack.callback(run_state.close)
   built = build.build_model_and_task(config, folder, mesh, run_state, stop)
   if built is None:

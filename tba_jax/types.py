@@ -63,6 +63,7 @@ class RolloutGroup:
   temperature: float  # at which log_ref and log_mu are taken
   searcher: int = 0
   texts: tuple[str, ...] = ()  # what was graded, for people to read; not kept in the buffer
+  advantages: np.ndarray | None = None  # float32 [S, T], reward units; only where the loss asks for them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +89,7 @@ class Draw:
   prompt_ids: np.ndarray  # int64 [N]
   occurrences: np.ndarray  # int64 [N]
   rows: np.ndarray  # int64 [N], where the buffer holds it, for updates of priorities; -1 for padding rows
+  advantages: np.ndarray | None = None  # float32 [N, T], reward units; only where the loss asks for them
 
 
 class Batch(NamedTuple):
@@ -112,6 +114,7 @@ class Batch(NamedTuple):
   num_responses: jax.Array  # float32 [], valid responses of the whole batch
   num_groups: jax.Array  # float32 [], groups with a valid response
   num_tokens: jax.Array  # float32 [], response tokens of valid responses
+  advantages: jax.Array | None = None  # float32 [B, T], 0 where sequence_ids == N; only where the loss asks for them
 
 
 class TrainState(NamedTuple):

@@ -230,6 +230,16 @@ def test_losses_that_no_run_can_train_are_refused():
   assert "loss.name='sft' learns from examples" in _problems(_quickstart(**{"loss.name": "sft"}))[0]
 
 
+def test_values_within_responses_need_lanes_of_one_and_states_to_value():
+  vine = {"loss.name": "vineppo", "buffer.dedup": False}
+  config_lib.validate(_quickstart(**vine, **{"loss.vine_samples": 9, "loss.vine_step_tokens": 0}), num_devices=3,
+                      platform="cpu")
+  assert _problems(_quickstart(**vine, **{"sample.lane_samples": 16, "loss.vine_step_tokens": 24})) == (
+    "sample.lane_samples=16 must be 1 for loss.name='vineppo', whose values are sampled behind beginnings of all "
+    "lengths; set it to 1",
+    "loss.vine_step_tokens=24 must be less than sample.max_new_tokens=24, or no state lies within a response; lower it")
+
+
 def test_beta_zero_is_for_losses_that_do_not_divide_by_it():
   zero = {"loss.beta_init": 0.0, "loss.beta_final": 0.0}
   config_lib.validate(_quickstart(**zero, **{"loss.name": "rloo", "buffer.dedup": False}), num_devices=3,

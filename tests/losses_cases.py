@@ -30,6 +30,7 @@ class Case:
   valid: np.ndarray
   truncated: np.ndarray
   weights: np.ndarray
+  advantages: list[np.ndarray]
 
   def members(self) -> list[np.ndarray]:
     """Valid responses of each group that has any."""
@@ -59,6 +60,7 @@ def make_case(lengths, groups, *, seed=0, rewards=None, spread=0.3, valid=None, 
     valid=np.ones(num, bool) if valid is None else np.asarray(valid, bool),
     truncated=np.zeros(num, bool) if truncated is None else np.asarray(truncated, bool),
     weights=np.ones(num) if weights is None else exact(weights),
+    advantages=[exact(np.random.default_rng((seed, i)).normal(size=n)) for i, n in enumerate(lengths)],
   )
 
 
@@ -89,9 +91,11 @@ def lay_out(case: Case, *, pack: bool = False, order=None, seed: int = 0, relabe
   assert len(rows) <= num_rows and max(rows) <= width
   log_pi = np.full((num_rows, width), np.nan)
   log_mu, log_ref = np.zeros((num_rows, width)), np.zeros((num_rows, width))
+  advantages = np.full((num_rows, width), np.nan)
   sequence_ids = np.full((num_rows, width), num, np.int32)
   for i, (row, span, slot) in places.items():
     log_pi[row, span], log_mu[row, span], log_ref[row, span] = case.log_pi[i], case.log_mu[i], case.log_ref[i]
+    advantages[row, span] = case.advantages[i]
     sequence_ids[row, span] = slot
 
   def per_response(values, fill, dtype):
@@ -109,6 +113,7 @@ def lay_out(case: Case, *, pack: bool = False, order=None, seed: int = 0, relabe
     weights=per_response(case.weights, 0.0, np.float32),
     num_responses=f32(case.num), num_groups=f32(len(case.members())),
     num_tokens=f32(sum(len(x) for x, v in zip(case.log_pi, case.valid) if v)),
+    advantages=jnp.asarray(advantages, f32),
   )
   return jnp.asarray(log_pi, f32), batch, {i: (row, span) for i, (row, span, _) in places.items()}
 

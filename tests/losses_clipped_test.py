@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tba_jax.losses import clipped, importance
-from tba_jax.losses.policy_gradient import pass_at_k, reinforce, rloo
+from tba_jax.losses.policy_gradient import pass_at_k, pass_at_k_rate, reinforce, rloo
 
 BETA = float(np.float32(0.05))
 FLOOR = 1e-4
@@ -271,16 +271,9 @@ def test_pass_at_1_is_rloo_for_groups_of_one_size():
   cases.assert_same(grads_of(functools.partial(pass_at_k, k=1), case), grads_of(rloo, case, beta=0.0))
 
 
-def test_pass_at_k_is_unbiased():
-  """The exact mean over all draws of n = 3 from a policy on 3 responses is the gradient of the mean best of k = 2."""
-  rewards, logits = np.array([0.0, 0.3, 1.0]), np.array([0.4, -0.2, -0.9])
+def mean_gradient(loss, rewards, logits):
+  """-gradient by the logits of a policy on 3 responses, its exact mean over all draws of n = 3."""
   draws = np.array(list(itertools.product(range(3), repeat=3)))
-
-  def mean_best(x):
-    p = np.exp(x) / np.exp(x).sum()
-    return sum(p[a] * p[b] * max(rewards[a], rewards[b]) for a in range(3) for b in range(3))
-
-  exact = [(mean_best(logits + e) - mean_best(logits - e)) / 2e-5 for e in 1e-5 * np.eye(3)]
   p = np.exp(logits) / np.exp(logits).sum()
   num = draws.size
   f32 = jnp.float32
@@ -292,11 +285,57 @@ def test_pass_at_k_is_unbiased():
     num_responses=f32(num), num_groups=f32(len(draws)), num_tokens=f32(num),
   )
   picks = jnp.asarray(draws.reshape(-1, 1))
-  loss = jax.jit(jax.grad(lambda x: pass_at_k(jax.nn.log_softmax(x)[picks], batch, beta=f32(0.0))[0]))
-  grad = loss(jnp.asarray(logits, f32))
-  np.testing.assert_allclose(-grad, exact, atol=2e-6)
+  return -jax.jit(jax.grad(lambda x: loss(jax.nn.log_softmax(x)[picks], batch, beta=f32(0.0))[0]))(jnp.asarray(logits, f32))
 
 
-def test_pass_at_zero_is_refused():
+def differences(value, at):
+  """Central differences of value(float64 [3])."""
+  return [(value(at + e) - value(at - e)) / 2e-5 for e in 1e-5 * np.eye(3)]
+
+
+def test_pass_at_k_is_unbiased():
+  """The exact mean over all draws is the gradient of the mean best of k = 2."""
+  rewards, logits = np.array([0.0, 0.3, 1.0]), np.array([0.4, -0.2, -0.9])
+
+  def mean_best(x):
+    p = np.exp(x) / np.exp(x).sum()
+    return sum(p[a] * p[b] * max(rewards[a], rewards[b]) for a in range(3) for b in range(3))
+
+  np.testing.assert_allclose(mean_gradient(pass_at_k, rewards, logits), differences(mean_best, logits), atol=2e-6)
+
+
+@pytest.mark.parametrize("loss", [pass_at_k, pass_at_k_rate])
+def test_pass_at_zero_is_refused(loss):
   with pytest.raises(ValueError, match="k=0 must be at least 1"):
-    cases.run(functools.partial(pass_at_k, k=0), cases.standard_case(64), beta=BETA)
+    cases.run(functools.partial(loss, k=0), cases.standard_case(64), beta=BETA)
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_pass_at_k_by_the_rate_of_the_others(k):
+  rewards = [1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0, 0.0, 1.0]
+  case = cases.standard_case(66, rewards=rewards)
+
+  def oracle(case, moved):
+    total = 0.0
+    for members in case.members():
+      for i in members:
+        others = [case.rewards[j] for j in members if j != i]
+        rate = np.mean(others)
+        total -= case.weights[i] * k * (1 - rate) ** (k - 1) * (case.rewards[i] - rate) * moved[i].sum()
+    return total / case.num
+
+  _, _, metrics = cases.check(functools.partial(pass_at_k_rate, k=k), case, oracle, beta=BETA)
+  rates = [np.mean([case.rewards[j] for j in m if j != i]) for m in case.members() for i in m]
+  np.testing.assert_allclose(metrics["pass_weight"], np.mean([k * (1 - rate) ** (k - 1) for rate in rates]), rtol=1e-5)
+
+
+def test_pass_at_k_by_rate_is_unbiased_for_two_tries_and_pulls_at_the_hardest_prompts():
+  logits, rewards = np.array([0.4, -0.2, -0.9]), np.array([0.0, 1.0, 1.0])
+  fails = lambda x: np.exp(x[0]) / np.exp(x).sum()
+  two = mean_gradient(functools.partial(pass_at_k_rate, k=2), rewards, logits)
+  np.testing.assert_allclose(two, differences(lambda x: 1 - fails(x) ** 2, logits), atol=2e-6)
+  # With the two others the power of their rate is a mean over 0, 1/2 and 1, each as likely as a binomial says.
+  p = 1 - fails(logits)
+  exact = sum(weight * 3 * (1 - rate) ** 2 for rate, weight in ((0, (1 - p) ** 2), (0.5, 2 * p * (1 - p)), (1, p**2)))
+  three = mean_gradient(functools.partial(pass_at_k_rate, k=3), rewards, logits)
+  np.testing.assert_allclose(three, exact * np.array(differences(lambda x: 1 - fails(x), logits)), atol=2e-6)

@@ -134,8 +134,10 @@ class RunState:
       keep: int,
       timeout_secs: float = 3600.0,
       say: Callable[[str], None] = logging.error,
+      with_advantages: bool = False,
   ):
-    """`timeout_secs`: longest wait for a checkpoint that is being written."""
+    """`timeout_secs`: longest wait for a checkpoint that is being written. `with_advantages`: rows of the buffer have
+    them."""
     self.workdir, self._timeout_secs, self.say = pathlib.Path(workdir).resolve(), timeout_secs, say
     self._policy = _LastAndBest(keep)
     self._manager = ocp.CheckpointManager(
@@ -145,7 +147,8 @@ class RunState:
     )
     # With a product for XLA's CPU backend, which would run a program of copies alone before it returns.
     self._copy = jax.jit(lambda tree, few: (jax.tree.map(jnp.copy, tree), few @ few))
-    self._segments = SegmentStore(self.workdir / "rollout_segments", SEGMENT_COLUMNS)
+    self._columns = SEGMENT_COLUMNS | ({"advantages": np.float32} if with_advantages else {})
+    self._segments = SegmentStore(self.workdir / "rollout_segments", self._columns)
     self._names_of_step: dict[int, list[str]] = {}
     self._writing: _Writing | None = None
     self._spilling: _Writing | None = None
@@ -252,10 +255,10 @@ class RunState:
       return []
     chosen = np.isin(buffer["rows"], buffer["token_rows"], assume_unique=True)  # in one order in both
     return self._segments.write(buffer["key"][chosen], buffer["length"][chosen],
-                                {name: buffer[name] for name in SEGMENT_COLUMNS})
+                                {name: buffer[name] for name in self._columns})
 
   def _write_step(self, snapshot: Snapshot, names: list[str]) -> None:
-    index = {name: array for name, array in snapshot.buffer.items() if name not in (*SEGMENT_COLUMNS, "token_rows")}
+    index = {name: array for name, array in snapshot.buffer.items() if name not in (*self._columns, "token_rows")}
     arrays = {name: array for name, array in index.items() if array.size}
     empty = {name: [list(a.shape), str(a.dtype)] for name, a in index.items() if not a.size}
     meta = {**snapshot.meta, _EMPTY: empty, "step": snapshot.step, "has_published": snapshot.published is not None,

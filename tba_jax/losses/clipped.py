@@ -54,6 +54,48 @@ def ppo_clip(
   return loss, common_metrics(log_pi, batch, beta=beta) | clip
 
 
+def vineppo(
+  log_pi: jax.Array, batch: Batch, *, beta: jax.Array, clip_low: float = 0.2, clip_high: float = 0.2,
+  aggregate: str = "response_sum",
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+  """VinePPO: PPO's clipped surrogate whose advantages come from continuations sampled within the response.
+
+      A_t = V(s_(j+1)) - V(s_j) for every token t of step j, the reward in the place of V at the end
+      loss = -mean over responses of sum over tokens of
+             weight [min(ratio_t A_t, clip(ratio_t, 1 - clip_low, 1 + clip_high) A_t) - beta (exp(d_t) - d_t - 1)]
+
+  V(s) is the mean reward of responses that were begun at s and finished by the policy that sampled (`tba_jax.vine`):
+  unbiased, without a critic. d_t = log_ref_t - log_pi_t. Where V is the group's mean at the first state and nothing is
+  sampled in between it is `ppo_clip` with that baseline.
+
+  Source: Kazemnejad et al. 2024, arXiv:2410.01679: the advantage r + V_MC(s_(t+1)) - V_MC(s_t) without discount; the
+  KL term stands beside the objective, as in their public configurations.
+
+  Args: as `ppo_clip`; the batch also has `advantages`. beta weighs the KL term.
+  Returns: scalar loss; metrics with `clip_share` (of tokens), `kl_term` as in `grpo`, and `advantage_abs`, the mean |A_t|
+    of tokens: 0 where no step of a response changed what it will earn.
+  Raises: ValueError where the batch has no advantages.
+  """
+  segments.check_layout(log_pi, batch)
+  if batch.advantages is None:
+    raise ValueError("advantages=None is not enough for loss 'vineppo': give each token's, or use ppo_clip.")
+  log_ratio = segments.masked(log_pi - batch.log_mu, batch)
+  advantages = segments.masked(jax.lax.stop_gradient(batch.advantages), batch)
+  objective, clipped = ratios.clipped_objective(log_ratio, advantages, clip_low=clip_low, clip_high=clip_high)
+  loss = segments.aggregate(-segments.at_tokens(batch.weights, batch) * objective, batch, how=aggregate)
+  kl_loss, kl_term = _kl_term(log_pi, batch, aggregate=aggregate)
+  metrics = {"kl_term": kl_term, "advantage_abs": segments.mean_of_tokens(jnp.abs(advantages), batch)}
+  return loss + beta * kl_loss, common_metrics(log_pi, batch, beta=beta) | clip_share(clipped, batch) | metrics
+
+
+def _kl_term(log_pi: jax.Array, batch: Batch, *, aggregate: str) -> tuple[jax.Array, jax.Array]:
+  """(weighted, with gradient; unweighted, without) aggregate over tokens of exp(d) - d - 1, d = log_ref - log_pi."""
+  gap = jnp.clip(segments.masked(batch.log_ref - log_pi, batch), -ratios.MAX_LOG_RATIO, ratios.MAX_LOG_RATIO)
+  estimate = jnp.expm1(gap) - gap
+  weighted = segments.aggregate(segments.at_tokens(batch.weights, batch) * estimate, batch, how=aggregate)
+  return weighted, segments.aggregate(jax.lax.stop_gradient(estimate), batch, how=aggregate)
+
+
 def grpo(
   log_pi: jax.Array, batch: Batch, *, beta: jax.Array, clip_low: float = 0.2, clip_high: float = 0.2,
   divide_by_std: bool = True, std_floor: float = 1e-4, aggregate: str = "response_mean",
@@ -76,10 +118,7 @@ def grpo(
   centred = segments.centre(batch.rewards, batch)
   advantages = segments.standardise(batch.rewards, batch, floor=std_floor) if divide_by_std else centred
   loss, clip = _token_clip(log_pi, batch, advantages, clip_low=clip_low, clip_high=clip_high, aggregate=aggregate)
-  gap = jnp.clip(segments.masked(batch.log_ref - log_pi, batch), -ratios.MAX_LOG_RATIO, ratios.MAX_LOG_RATIO)
-  estimate = jnp.expm1(gap) - gap
-  kl_loss = segments.aggregate(segments.at_tokens(batch.weights, batch) * estimate, batch, how=aggregate)
-  kl_term = segments.aggregate(jax.lax.stop_gradient(estimate), batch, how=aggregate)
+  kl_loss, kl_term = _kl_term(log_pi, batch, aggregate=aggregate)
   return loss + beta * kl_loss, common_metrics(log_pi, batch, beta=beta) | clip | {"kl_term": kl_term}
 
 

@@ -116,6 +116,38 @@ def pass_at_k(
   return loss, common_metrics(log_pi, batch, beta=beta) | {"best_of_k": best}
 
 
+def pass_at_k_rate(
+  log_pi: jax.Array, batch: Batch, *, beta: jax.Array, k: int = 2
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+  """Policy gradient of the chance that one of k tries succeeds, by each prompt's own rate of success; rewards 0 or 1.
+
+      d/d theta (1 - (1 - p)^k) = k (1 - p)^(k - 1) dp / d theta
+      gradient = -mean over responses of weight k (1 - p_i)^(k - 1) (r_i - p_i) grad log_pi_i
+      p_i = mean of r_j over j != i, the group's other responses
+
+  Prompts that already succeed count the less, the larger k. p_i knows nothing of response i, so it is a baseline that
+  costs no bias; the factor is unbiased for k <= 2 only, for its power is of an estimate. `pass_at_k` is unbiased for
+  every k, at the price of a group of at least k. k = 1 is `rloo` without KL.
+
+  Source: the derivative above; the leave-one-out estimates are those of `rloo` (Ahmadian et al. 2024,
+  arXiv:2402.14740).
+
+  Args: as `pass_at_k`; rewards between 0 and 1 are taken as chances of success, others are cut off there in p_i.
+  Returns: scalar whose gradient is the policy gradient; metrics with `pass_weight`, mean k (1 - p_i)^(k - 1). A group
+    with one valid row adds nothing.
+  Raises: ValueError for k < 1.
+  """
+  segments.check_layout(log_pi, batch)
+  if k < 1:
+    raise ValueError(f"k={k} must be at least 1.")
+  centred = leave_one_out(segments.centre(batch.rewards, batch), batch)
+  rate = jnp.clip(segments.kept(batch.rewards - centred, batch), 0.0, 1.0)
+  multiplier = k * (1.0 - rate) ** (k - 1)
+  loss = score_function(log_pi, multiplier * centred, batch)
+  weight = segments.mean_of_responses(multiplier, batch)
+  return loss, common_metrics(log_pi, batch, beta=beta) | {"pass_weight": weight}
+
+
 def _best_of_k_shares(batch: Batch, *, k: int) -> jax.Array:
   """s_i of `pass_at_k` for k >= 2: float32 [N]."""
   rewards = segments.kept(batch.rewards, batch)

@@ -30,7 +30,8 @@ class LossSpec:
   teach nothing. `whole_groups`: only right for whole sampling groups (no dedup, no reward priority). `positive_beta`:
   divides by beta, or teaches nothing at beta = 0; to the others a beta of 0 only means no reference.
   `needs_log_z`: takes the keyword log_z f32[N], nats. `needs_values`: takes the keyword values f32[B, T], reward units.
-  Either is read off a scalar head that is learnt beside the model.
+  Either is read off a scalar head that is learnt beside the model. `needs_advantages`: reads `Batch.advantages`, for
+  which searchers sample continuations of every response.
   """
 
   fn: LossFn
@@ -42,6 +43,7 @@ class LossSpec:
   positive_beta: bool = False
   needs_log_z: bool = False
   needs_values: bool = False
+  needs_advantages: bool = False
 
   @property
   def needs_head(self) -> bool:
@@ -53,8 +55,9 @@ class LossSpec:
 
 
 def _spec(fn: LossFn, *needs: str, min_responses: int = 2, whole_groups: bool = True) -> LossSpec:
-  """`needs` of "beta", "beta > 0" (which includes "beta"), "log_mu", "reference", "log_z", "values"."""
-  named = ("log_mu", "reference", "log_z", "values")
+  """`needs` of "beta", "beta > 0" (which includes "beta"), "log_mu", "reference", "log_z", "values", "advantages".
+  """
+  named = ("log_mu", "reference", "log_z", "values", "advantages")
   assert set(needs) <= {"beta", "beta > 0", *named}, needs
   return LossSpec(
     fn=fn, min_responses=min_responses, whole_groups=whole_groups, needs_beta="beta" in needs or "beta > 0" in needs,
@@ -77,8 +80,10 @@ LOSSES: dict[str, LossSpec] = {
   "reinforce": _spec(policy_gradient.reinforce, "beta", "reference"),
   "rloo": _spec(policy_gradient.rloo, "beta", "reference"),
   "pass_at_k": _spec(policy_gradient.pass_at_k),
+  "pass_at_k_rate": _spec(policy_gradient.pass_at_k_rate),
   "proximal_rloo": _spec(clipped.proximal_rloo, "beta", "log_mu", "reference"),
   "ppo_clip": _spec(clipped.ppo_clip, "beta", "log_mu", "reference"),
+  "vineppo": _spec(clipped.vineppo, "beta", "log_mu", "reference", "advantages", min_responses=1),
   "ppo": _spec(actor_critic.ppo, "beta", "log_mu", "reference", "values", min_responses=1),
   "decoupled_ppo": _spec(clipped.decoupled_ppo, "beta", "log_mu", "reference"),
   "grpo": _spec(clipped.grpo, "beta", "log_mu", "reference"),

@@ -26,6 +26,7 @@ from tba_jax.replay.collate import BatchShape, batch_shapes
 from tba_jax.runtime.trainer import abstract_batch
 from tba_jax.sampling import decode
 from tba_jax.sampling.shapes import Shapes, make_shapes
+from tba_jax.searcher_places import make_convert, place_searcher
 
 
 class Resident(NamedTuple):
@@ -68,7 +69,7 @@ def trainer_part(config: ConfigDict, cfg: ModelConfig, devices: Sequence[jax.Dev
   base = _put(whole, sharding.param_shardings(whole, mesh))
   head = learner.make_head(config.loss.name, learning_rate=config.loss.head_learning_rate)
   state = _put(*learner.abstract_state(cfg, optimizer, lora=lora, head=head, mesh=mesh))
-  batch = abstract_batch(largest_batch(config, len(devices)), sharding.batch_sharding(mesh))
+  batch = abstract_batch(largest_batch(config, len(devices)), sharding.batch_sharding(mesh, with_advantages=build.has_advantages(config)))
   beta = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
   frozen = () if lora is None else (base,)
   residents = [
@@ -82,7 +83,7 @@ def trainer_part(config: ConfigDict, cfg: ModelConfig, devices: Sequence[jax.Dev
       micro_batches_in_use(config, len(devices), (config.sample.max_prompt_tokens + config.sample.max_new_tokens) / 2)),
   ]
   if lora is None:
-    convert = build.make_convert(jnp.dtype(config.sample.dtype))
+    convert = make_convert(jnp.dtype(config.sample.dtype))
     # Where the compiler lays the copy out is known after the compile; it is split like what it is made of.
     published = _put(_cast(whole, config.sample.dtype), sharding.param_shardings(whole, mesh))
     programs.append(Program("publish", lambda: convert.lower(state.params), 1))
@@ -127,7 +128,7 @@ def micro_batches_in_use(config: ConfigDict, num_devices: int, mean_tokens: floa
 
 def searcher_part(config: ConfigDict, cfg: ModelConfig, devices: Sequence[jax.Device]) -> Part:
   """A searcher on these devices: a chunk of decoding, prefill and refill of slots, scoring, at their largest shapes."""
-  sample, place = config.sample, build.place_searcher(cfg, devices)
+  sample, place = config.sample, place_searcher(cfg, devices)
   lora, dtype, cache_dtype = build.lora_settings(config), jnp.dtype(sample.dtype), jnp.dtype(sample.cache_dtype)
   shapes, one = engine_shapes(config), place.mesh is None
   whole = _cast(transformer.abstract_params(cfg), dtype)
@@ -195,8 +196,7 @@ def engine_shapes(config: ConfigDict, *, lane_samples: int | None = None) -> Sha
   sample = config.sample
   return make_shapes(
     slots=sample.slots, lane_samples=sample.lane_samples if lane_samples is None else lane_samples,
-    max_prompt_tokens=sample.max_prompt_tokens, max_new_tokens=sample.max_new_tokens, chunk_tokens=sample.chunk_tokens,
-    recompute_kv=sample.recompute_kv, attention=sample.attention)
+    **build.engine_limits(config), chunk_tokens=sample.chunk_tokens, recompute_kv=sample.recompute_kv, attention=sample.attention)
 
 
 def _slots(
@@ -211,9 +211,9 @@ def _slots(
 
 
 def host_bytes(config: ConfigDict) -> int:
-  """What the full replay buffer takes: per response its tokens, log_mu, log_ref, at most one prompt, and scalars."""
-  sample = config.sample
-  return config.buffer.capacity * (4 * (3 * sample.max_new_tokens + sample.max_prompt_tokens) + 100)
+  """What the full replay buffer takes: per response its token columns, at most one prompt, and scalars."""
+  sample, columns = config.sample, 3 + build.has_advantages(config)
+  return config.buffer.capacity * (4 * (columns * sample.max_new_tokens + sample.max_prompt_tokens) + 100)
 
 
 def _cast(tree: Any, dtype: Any) -> Any:

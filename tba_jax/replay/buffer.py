@@ -48,7 +48,7 @@ class ReplayBuffer(RowCopies):
     self, *, capacity: int, capacity_per_prompt: int, max_prompt_tokens: int, max_response_tokens: int, seed: int,
     recent_fraction: float, priority: str = "uniform", priority_temperature: float = 1.0, max_uses: int = 0,
     max_staleness: int = -1, dedup: bool = True, order: str = "tba", single_prompt: bool = False, ref_version: int = 0,
-    near_duplicate: float = 0.0,
+    near_duplicate: float = 0.0, with_advantages: bool = False,
   ):
     """Reserves virtual memory for `capacity` rows; memory becomes real as rows are written.
 
@@ -70,6 +70,7 @@ class ReplayBuffer(RowCopies):
       near_duplicate: of responses to one prompt whose edit distance is less than this share of their two lengths
         together only the one of the highest reward is kept, the older one of equals; 0: all are. Needs `dedup`. A new
         row is compared with all rows of its prompt.
+      with_advantages: rows hold an advantage for each token, which every group must bring.
     Raises:
       ValueError: a setting out of range, or settings that contradict each other.
     """
@@ -81,6 +82,7 @@ class ReplayBuffer(RowCopies):
       "near_duplicate": near_duplicate,
     }
     check_settings(**self._settings)
+    self._with_advantages = with_advantages
     self.priority, self.order = priority, order
     self._capacity, self._capacity_per_prompt = capacity, capacity_per_prompt
     self._max_uses, self._max_staleness, self._dedup = max_uses, max_staleness, dedup
@@ -102,6 +104,7 @@ class ReplayBuffer(RowCopies):
       capacity=capacity,
       max_prompt_tokens=settings["max_prompt_tokens"],
       max_response_tokens=settings["max_response_tokens"],
+      with_advantages=self._with_advantages,
     )
     self._index = ResponseIndex(capacity) if self._dedup else None
     share = settings["near_duplicate"]
@@ -127,7 +130,8 @@ class ReplayBuffer(RowCopies):
       ValueError: arrays that do not belong together, values that cannot be trained on, rows too long for the buffer, a
         temperature or reference other than the buffer's, or a version from the future.
     """
-    check_group(group, settings=self._settings, newest_version=newest_version)
+    check_group(
+      group, settings=self._settings, newest_version=newest_version, with_advantages=self._with_advantages)
     samples, keys = distinct_samples(group) if self._dedup else (np.arange(len(group.lengths)), [])
     with self._lock:
       self._check_against_rows(group)

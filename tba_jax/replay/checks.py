@@ -77,7 +77,9 @@ def check_settings(
     )
 
 
-def check_group(group: RolloutGroup, *, settings: dict[str, Any], newest_version: int | None) -> None:
+def check_group(
+  group: RolloutGroup, *, settings: dict[str, Any], newest_version: int | None, with_advantages: bool = False
+) -> None:
   """Checks that a group's arrays belong together, can be trained on, and fit the buffer's rows.
 
   Raises:
@@ -89,7 +91,11 @@ def check_group(group: RolloutGroup, *, settings: dict[str, Any], newest_version
       f"{name}: tokens {group.tokens.shape} must be [S, T] with S >= 1, and prompt {group.prompt.shape} must be [P]."
     )
   num_samples, width = group.tokens.shape
+  if with_advantages and group.advantages is None:
+    raise ValueError(f"{name}: advantages=None, but the buffer keeps one for each token; sample continuations.")
+  advantages = ("advantages",) * with_advantages
   for field, shape in (
+    *((field, (num_samples, width)) for field in advantages),
     ("log_mu", (num_samples, width)),
     ("log_ref", (num_samples, width)),
     ("versions", (num_samples, width)),
@@ -121,11 +127,12 @@ def check_group(group: RolloutGroup, *, settings: dict[str, Any], newest_version
       f"{name}: rewards {group.rewards.tolist()} must be finite; leave out the samples that could not be scored."
     )
   real = np.arange(width) < group.lengths[:, None]
-  for field in ("log_mu", "log_ref"):
+  for field, has in (
+    ("log_mu", "a finite log-probability"), ("log_ref", "a finite log-probability"),
+    *((field, "a finite one") for field in advantages),
+  ):
     if not np.isfinite(getattr(group, field)[real]).all():
-      raise ValueError(
-        f"{name}: {field} is not finite at a sampled token; a sampled token has a finite log-probability."
-      )
+      raise ValueError(f"{name}: {field} is not finite at a sampled token; a sampled token has {has}.")
   if settings["single_prompt"] and settings["priority"] == "reward":
     reward_weight(group.rewards, temperature=settings["priority_temperature"])
   versions = group.versions[real]

@@ -79,7 +79,9 @@ def collate(
     draw.prompts, np.where(valid, draw.prompt_lengths, 0), draw.tokens, np.where(valid, draw.lengths, 0)
   )
   rows, offsets, shape = _place(sequences, row_multiple, length_buckets, pack, num_rows)
-  per_token = _scatter(sequences, rows, offsets, shape, {"log_mu": draw.log_mu, "log_ref": draw.log_ref})
+  aligned = {"log_mu": draw.log_mu, "log_ref": draw.log_ref, "advantages": draw.advantages}
+  aligned = {name: values for name, values in aligned.items() if values is not None}
+  per_token = _scatter(sequences, rows, offsets, shape, aligned)
   return Batch(
     **per_token,
     rewards=_pad(np.where(valid, draw.rewards, 0.0).astype(np.float32), padding, 0.0),

@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 
-from tba_jax.replay.store import TOKEN_COLUMNS, RowStore
+from tba_jax.replay.store import RowStore
 
 _COPY_ROWS = 256  # with the lock held
 
@@ -33,5 +33,5 @@ class RowCopies:
       with self._lock:
         rows = self._store.live_rows(handles[first : first + _COPY_ROWS])
         parts.append((self._store.keys(rows), self._store.length[rows], self._store.pack(rows)))
-    columns = {name: np.concatenate([part[2][name] for part in parts]) for name in TOKEN_COLUMNS}
+    columns = {name: np.concatenate([part[2][name] for part in parts]) for name in self._store.token_columns}
     return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts]), columns

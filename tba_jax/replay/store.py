@@ -42,11 +42,15 @@ class RowStore:
     another response.
   """
 
-  def __init__(self, *, capacity: int, max_prompt_tokens: int, max_response_tokens: int):
+  def __init__(
+    self, *, capacity: int, max_prompt_tokens: int, max_response_tokens: int, with_advantages: bool = False
+  ):
     self.capacity = capacity
+    self.token_columns = TOKEN_COLUMNS + ("advantages",) * with_advantages
     self.tokens = np.empty((capacity, max_response_tokens), np.int32)
     self.log_mu = np.empty((capacity, max_response_tokens), np.float32)
     self.log_ref = np.empty((capacity, max_response_tokens), np.float32)
+    self.advantages = np.empty((capacity, max_response_tokens), np.float32) if with_advantages else None
     self.slot = np.empty(capacity, np.int32)
     self.length = np.empty(capacity, np.int32)
     self.reward = np.empty(capacity, np.float32)
@@ -87,8 +91,9 @@ class RowStore:
     lengths = group.lengths[samples]
     width = int(lengths.max())
     real = np.arange(width) < lengths[:, None]
-    for stored, given in ((self.tokens, group.tokens), (self.log_mu, group.log_mu), (self.log_ref, group.log_ref)):
-      stored[rows, :width] = np.where(real, given[samples, :width], 0)
+    for name in self.token_columns:
+      stored = getattr(self, name)
+      stored[rows, :width] = np.where(real, getattr(group, name)[samples, :width], 0)
       stored[rows, width:] = 0
     versions = group.versions[samples, :width]
     oldest = np.where(real, versions, _LATEST).min(axis=1)
@@ -242,6 +247,7 @@ class RowStore:
       prompt_ids=self.prompt_id[slots],
       occurrences=take(self.occurrence, rows, -1),
       rows=np.where(valid, self.handles(rows), -1),
+      advantages=None if self.advantages is None else take(self.advantages, rows, 0),
     )
 
   def keys(self, rows: np.ndarray) -> np.ndarray:
@@ -250,7 +256,7 @@ class RowStore:
 
   def pack(self, rows: np.ndarray) -> dict[str, np.ndarray]:
     """The real tokens and log-probabilities of rows, one row after the other."""
-    return {name: _pack(getattr(self, name), rows, self.length) for name in TOKEN_COLUMNS}
+    return {name: _pack(getattr(self, name), rows, self.length) for name in self.token_columns}
 
   def save(
     self, missing: Callable[[np.ndarray], np.ndarray] | None = None
@@ -288,7 +294,7 @@ class RowStore:
     assert np.array_equal(arrays["token_rows"], rows), "tokens of only some rows are no whole state"
     for name in _ROW_COLUMNS:
       getattr(self, name)[rows] = arrays[name]
-    for name in TOKEN_COLUMNS:
+    for name in self.token_columns:
       _unpack(getattr(self, name), rows, self.length, arrays[name])
     self.prompt_id[slots], self.prompt_length[slots] = arrays["prompt_id"], arrays["prompt_length"]
     _unpack(self.prompt_tokens, slots, self.prompt_length, arrays["prompt_tokens"])

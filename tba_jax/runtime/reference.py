@@ -94,7 +94,8 @@ class Reference:
     old = draw.valid & np.isnan(draw.log_ref[:, 0])
     if not old.any():
       return draw, old
-    rows = Draw(**{field.name: getattr(draw, field.name)[old] for field in dataclasses.fields(Draw)})
+    arrays = {field.name: getattr(draw, field.name) for field in dataclasses.fields(Draw)}
+    rows = Draw(**{name: array[old] for name, array in arrays.items() if array is not None})
     batch = collate(rows, row_multiple=self._num_rows, length_buckets=(self._row_tokens,), pack=True)
     if self._program is None:
       self.compile()

@@ -168,13 +168,14 @@ class Trainer:
 
   def _dump(self, prepared: Prepared) -> pathlib.Path:
     path = self._dump_folder / f"nonfinite_step_{self.steps}.npz"
-    np.savez(path, **{field.name: getattr(prepared.draw, field.name) for field in dataclasses.fields(Draw)})
+    arrays = {field.name: getattr(prepared.draw, field.name) for field in dataclasses.fields(Draw)}
+    np.savez(path, **{name: array for name, array in arrays.items() if array is not None})
     return path
 
 
 _PER_TOKEN = {
     "tokens": np.int32, "positions": np.int32, "segment_ids": np.int32, "sequence_ids": np.int32, "log_mu": np.float32,
-    "log_ref": np.float32
+    "log_ref": np.float32, "advantages": np.float32
 }
 _PER_RESPONSE = {
     "rewards": np.float32, "group_ids": np.int32, "valid": np.bool_, "truncated": np.bool_, "weights": np.float32
@@ -205,4 +206,4 @@ def abstract_batch(shape: BatchShape, placement: Batch) -> Batch:
       return jax.ShapeDtypeStruct((shape.num_responses,), _PER_RESPONSE[name], sharding=sharding)
     return jax.ShapeDtypeStruct((), np.float32, sharding=sharding)
 
-  return Batch(**{name: leaf(name) for name in Batch._fields})
+  return Batch(**{name: leaf(name) for name in Batch._fields if getattr(placement, name) is not None})

@@ -121,6 +121,15 @@ def sample_keys(seed: int, *, occurrence: int, attempt: int, num_samples: int) -
   return _fold_in(key, np.arange(num_samples, dtype=np.uint32))
 
 
+def continuation_keys(key: np.ndarray, *, start: int, num_samples: int) -> np.ndarray:
+  """Keys uint32 [S, 2] of responses that go on from the token `start` of the sample with this key ([2]).
+
+  The key is folded with 2^31 + start: a sample's tokens fold in their own index, which is below.
+  """
+  at_state = _fold_in(np.asarray(key, np.uint32)[None], np.array([(1 << 31) + start], np.uint32))
+  return _fold_in(at_state, np.arange(num_samples, dtype=np.uint32))
+
+
 def _fold_in(key: np.ndarray, data: np.ndarray) -> np.ndarray:
   """jax.random.fold_in of a threefry2x32 key [1, 2] and data [N]: the cipher of Salmon et al. 2011 over (0, data)."""
   key0, key1 = key[:, 0], key[:, 1]
