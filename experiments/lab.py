@@ -63,6 +63,15 @@ class Lab:
       dtype=jnp.float32, log_mu_temperature=temperature)
     self._score = make_scorer(cfg, temperature=temperature, dtype=jnp.float32, chunk_tokens=1024)
 
+    def log_pi(params: Any, rows: tuple[jax.Array, ...]) -> jax.Array:
+      return token_logprobs(params, cfg, *rows, temperature=temperature, dtype=jnp.float32)[0]
+
+    def pull(params: Any, rows: tuple[jax.Array, ...], weights: jax.Array) -> jax.Array:
+      tree = jax.grad(lambda params: jnp.sum(log_pi(params, rows) * weights))(params)
+      return jax.flatten_util.ravel_pytree(tree)[0]
+
+    self._log_pi, self._pull = jax.jit(log_pi), jax.jit(pull)
+
   def sample(self, params: Any, prompts: Sequence[Prompt], *, num_samples: int, first: int = 0,
              greedy: bool = False) -> list[SampledGroup]:
     """A group for each prompt, in their order. `first`: number of the first group, which seeds the samples."""
@@ -113,11 +122,14 @@ class Lab:
     return batch._replace(log_ref=np.where(batch.sequence_ids < len(batch.rewards), log_ref, 0.0).astype(np.float32))
 
   def gradient(self, loss: LossFn, *, beta: float) -> Callable[[Any, Batch], jax.Array]:
-    """Jitted (params, batch) -> gradient of a loss that needs no head, all parameters as one vector."""
+    """(params, batch) -> gradient of a loss that needs no head, all parameters as one vector.
 
-    def value(params: Any, batch: Batch) -> jax.Array:
-      log_pi = token_logprobs(params, self.cfg, batch.tokens, batch.positions, batch.segment_ids,
-                              temperature=self.temperature, dtype=jnp.float32)[0]
-      return loss(log_pi, batch, beta=jnp.float32(beta))[0]
+    By way of the loss's coefficients of log_pi, so that the model's passes are compiled once for all losses.
+    """
+    coefficients = jax.jit(jax.grad(lambda log_pi, batch: loss(log_pi, batch, beta=jnp.float32(beta))[0]))
 
-    return jax.jit(lambda params, batch: jax.flatten_util.ravel_pytree(jax.grad(value)(params, batch))[0])
+    def of(params: Any, batch: Batch) -> jax.Array:
+      rows = (batch.tokens, batch.positions, batch.segment_ids)
+      return self._pull(params, rows, coefficients(self._log_pi(params, rows), batch))
+
+    return of

@@ -33,6 +33,7 @@ def random_draw(seed: int, *, num_rows: int = 13, prompt: int = 9, response: int
     prompt_ids=np.arange(num_rows),
     occurrences=np.arange(num_rows),
     rows=np.arange(num_rows),
+    advantages=rng.normal(size=(num_rows, response)).astype(np.float32),
   )
 
 
@@ -60,6 +61,8 @@ def unpack(batch: Batch) -> dict[int, dict[str, list]]:
         "log_mu": batch.log_mu[row, trained].tolist(),
         "log_ref": batch.log_ref[row, trained].tolist(),
       }
+      if batch.advantages is not None:  # of supervised examples there are none
+        found[index]["advantages"] = batch.advantages[row, trained].tolist()
   return found
 
 
@@ -71,6 +74,7 @@ def expected(draw: Draw) -> dict[int, dict[str, list]]:
       "prompt": draw.prompts[i, : draw.prompt_lengths[i]].tolist(),
       "response": draw.tokens[i, :length].tolist(),
       "log_mu": draw.log_mu[i, :length].tolist(),
+      "advantages": draw.advantages[i, :length].tolist(),
       "log_ref": draw.log_ref[i, :length].tolist(),
     }
   return rows
@@ -84,6 +88,7 @@ def test_unpacking_gives_back_every_token_and_log_probability(seed: int, pack: b
   assert unpack(batch) == expected(draw)
   outside = batch.sequence_ids == len(batch.rewards)
   assert not batch.log_mu[outside].any() and not batch.log_ref[outside].any()
+  assert not batch.advantages[outside].any()
   padding = batch.segment_ids == 0
   assert not batch.tokens[padding].any() and not batch.positions[padding].any() and outside[padding].all()
 
