@@ -9,8 +9,7 @@ asynchronous DPO), in small. All start from the fine-tuned model of `study.py` a
 methods take turns: all cores sample, then all cores train (on CPU one virtual device is all cores), and nothing is older
 than the weights. The asynchronous ones have a trainer and a searcher, each on a virtual device of its own. Every arm has
 the same grid of learning rates and batches and counts by the best of them: the one that is there first, or if none is,
-that came nearest. VinePPO values the states behind every 6 tokens, a worked equation, by 4 continuations (the paper: by
-9, at newlines).
+that came nearest. VinePPO values the states behind every 4 tokens by 4 continuations (the paper: by 9, behind newlines).
 
 Seconds are from the first prompt sampled to the publish of the weights that have the accuracy, which copies are
 evaluated for afterwards. All arms hold the same devices, so the ratio of seconds is that of device-seconds held; CPU
@@ -40,7 +39,7 @@ _ASYNC = {"runtime.mode": "async", "devices.searchers": 1, "devices.share": Fals
 ARMS: dict[str, dict[str, Any]] = {
   "on-policy RLOO": {**_SYNC, "loss.name": "rloo"},
   "on-policy PPO": {**_SYNC, "loss.name": "ppo"},
-  "VinePPO": {**_SYNC, "loss.name": "vineppo", "loss.vine_samples": 4, "loss.vine_step_tokens": 6},
+  "VinePPO": {**_SYNC, "loss.name": "vineppo", "loss.vine_samples": 4, "loss.vine_step_tokens": 4},
   "async online DPO": {**_ASYNC, "loss.name": "dpo", "buffer.order": "fifo", "buffer.max_uses": 1,
                        "sync.max_lead_steps": 2},
   "TBA": {**_ASYNC, "loss.name": "tb_vargrad", "buffer.dedup": True, "sync.max_lead_steps": 4},

@@ -5,7 +5,7 @@
 Many batches of 64 responses are sampled by one policy, and each gives a gradient at another: with g a batch's gradient,
 signal to noise is |E g| / sqrt(trace Cov g), the share of a step that is not luck. Three panels:
 
-  lag       the small word problems of `study.py`: sampled by the starting model, which is the reference too; the
+  lag       the problems of `study.py`: sampled by the starting model, which is the reference too; the
             gradient is taken after so many on-policy updates of tb_vargrad (rate 1e-4) from there
   K         the same at lag 0 with K responses a prompt, 64 / K prompts
   length    responses of exactly so many tokens (a model without training that may not stop; reward: the share of even
@@ -81,13 +81,14 @@ class Source:
 
   def _problems(self, panel: str, value: int, number: int) -> tuple[Any, list[Any], Any]:
     from experiments.lab import Lab, load_start
-    from tba_jax.tasks.arithmetic import MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS
+    from tba_jax import build
 
     cfg, tokenizer, params = load_start(self._start)
-    task = study.problems(num_train_prompts=2048, num_eval_prompts=1, num_sft_examples=0)
+    config = study.make_config(study.FROM_START, quick=self._quick)
+    task = build.make_task(config, tokenizer)
     lab = Lab(cfg, tokenizer, params, grade=lambda prompt, text, cut: task.reward(prompt, text, truncated=cut),
-              response_text=task.response_text, max_prompt_tokens=MAX_PROMPT_TOKENS,
-              max_new_tokens=MAX_RESPONSE_TOKENS)
+              response_text=task.response_text, max_prompt_tokens=config.sample.max_prompt_tokens,
+              max_new_tokens=config.sample.max_new_tokens)
     size = value if panel == "K" else 8
     moved = self._train(lab, params, task.train_prompts(), value) if panel == "lag" else params
     return lab, _sample(lab, params, task.train_prompts(), size, number), moved

@@ -7,11 +7,12 @@ import os
 import subprocess
 import sys
 import time
+import types
 
 import numpy as np
 import pytest
 
-from experiments import ablations, off_policy, study
+from experiments import ablations, off_policy, study, time_to_accuracy, variance
 
 
 def finished(path, cells):
@@ -73,6 +74,48 @@ def test_every_arm_of_the_ablations_changes_one_setting_and_the_base_is_run_once
     assert ablations.changes_of(key) != {**ablations.BASE, "seed": 1}
 
 
+def test_signal_to_noise_is_that_of_the_distribution_and_so_is_its_error():
+  """Gradients of a known mean and covariance, many times 16 of them; and the definition, in other words."""
+  rng = np.random.default_rng(0)
+  mean, stds = rng.normal(size=40), rng.uniform(0.5, 3.0, size=40)
+  truth = np.linalg.norm(mean) / np.sqrt(np.square(stds).sum())
+  draws = mean + stds * rng.normal(size=(400, 16, 40))
+  found = np.array([variance.signal_to_noise(draw) for draw in draws])
+  assert abs(found[:, 0].mean() - truth) < 0.02 * truth
+  assert found[:, 1].mean() == pytest.approx(found[:, 0].std(), rel=0.15)
+  noise = np.var(draws[0], axis=0, ddof=1).sum()
+  signal = np.square(draws[0].mean(axis=0)).sum() - noise / 16
+  assert found[0, 0] == pytest.approx(np.sqrt(signal / noise), rel=1e-9)
+  without = [variance.signal_to_noise(np.delete(draws[0], i, axis=0))[0] for i in range(16)]
+  assert found[0, 1] == pytest.approx(np.sqrt(15 * np.var(without)), rel=1e-9)
+  assert variance.signal_to_noise(np.array([[1.0], [-1.0], [0.5]]))[0] == 0.0  # no more than chance
+  assert variance.signal_to_noise(np.ones((4, 2)))[0] == 0.0  # no noise to compare with
+
+
+def test_time_to_accuracy_takes_each_arms_best_setting(tmp_path):
+  found = study.Study(tmp_path / "time.json", {})
+  curves = {  # step, seconds, accuracy, CPU seconds
+    ("TBA", 1e-4): [[0, 0, 0.3, 0], [5, 2.0, 0.5, 4.0], [10, 4.0, 0.7, 8.0]],
+    ("TBA", 3e-5): [[0, 0, 0.3, 0], [5, 2.0, 0.4, 4.0], [10, 4.0, 0.5, 8.0]],
+    ("VinePPO", 1e-4): [[0, 0, 0.3, 0], [5, 9.0, 0.6, 9.0], [10, 18.0, 0.5, 18.0]],
+    ("on-policy PPO", 1e-4): [[0, 0, 0.3, 0], [10, 5.0, 0.45, 5.0]],
+  }
+  for (arm, rate), curve in curves.items():
+    key = {"arm": arm, "prompts": 4, "rate": rate, "seed": 1, "responses": 64}
+    found.add(key, {"timed_curve": curve, "cores_of_others": 0.5})
+  args = types.SimpleNamespace(out=tmp_path, seeds=(1,), target=0.6)
+  text = time_to_accuracy.write(found, args, 64)
+  assert "| TBA | 4 prompts, 0.0001 | 70.0 | 0.5 | 3.0 | 1.00 | 6.0 | 1.00 |" in text
+  assert "| VinePPO | 4 prompts, 0.0001 | 60.0 | 0.5 | 9.0 | 3.00 | 9.0 | 1.50 |" in text
+  assert "| on-policy PPO | 4 prompts, 0.0001 | 45.0 | 0.5 | not reached |  | not reached |  |" in text
+  assert "RLOO" not in text and (tmp_path / "time_to_accuracy.png").is_file()
+  keys = list(time_to_accuracy.cells((1,), time_to_accuracy.RESPONSES))
+  assert len(keys) == 30 and {key["arm"] for key in keys[:5]} == set(time_to_accuracy.ARMS)
+  for key in keys:
+    changes = time_to_accuracy.changes_of(key)
+    assert changes["train.steps"] * changes["sample.slots"] == time_to_accuracy.RESPONSES
+
+
 @pytest.mark.slow
 def test_a_lab_scores_what_it_sampled_and_takes_the_gradient_of_the_train_step():
   import jax
@@ -105,6 +148,7 @@ def test_a_lab_scores_what_it_sampled_and_takes_the_gradient_of_the_train_step()
 @pytest.mark.slow
 @pytest.mark.parametrize("name, flags", [
   ("off_policy", ["--losses=tb_vargrad,rloo", "--lags=0,2", "--seeds=1"]), ("ablations", ["--only=m,searchers"]),
+  ("variance", []), ("time_to_accuracy", []),
 ])
 def test_a_study_in_its_shortest_form_runs_and_goes_on(tmp_path, name, flags):
   """Table, plot and JSON are written; the same command again runs nothing."""
