@@ -46,11 +46,11 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 
 
-def cells(seeds: Sequence[int], responses: int) -> Iterator[study.Cell]:
-  """Arm by arm within a setting, so that a study that is not finished compares what it has."""
+def cells(seeds: Sequence[int], responses: int, *, quick: bool = False) -> Iterator[study.Cell]:
+  """Arm by arm within a setting, so that a study that is not finished compares what it has. `quick`: one setting."""
   for seed in seeds:
-    for prompts in PROMPTS:
-      for rate in RATES:
+    for prompts in PROMPTS[:1] if quick else PROMPTS:
+      for rate in RATES[:1] if quick else RATES:
         for arm in ARMS:
           yield {"arm": arm, "prompts": prompts, "rate": rate, "seed": seed, "responses": responses}
 
@@ -199,7 +199,8 @@ def main(argv: Sequence[str] | None = None) -> study.Study:
   about = {"what": "held-out accuracy against seconds and CPU seconds", "settings": study.SMALL, "arms": ARMS}
   found = study.Study(args.out / "time_to_accuracy.json", about)
   done = found.run_missing(
-    cells(args.seeds, responses), lambda key: run(key, start, quick=args.quick), minutes=args.minutes, began=began)
+    cells(args.seeds, responses, quick=args.quick), lambda key: run(key, start, quick=args.quick), minutes=args.minutes,
+    began=began)
   print(write(found, args, responses))
   print("finished" if done else "not finished: the same command goes on", file=sys.stderr)
   return found
