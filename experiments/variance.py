@@ -12,8 +12,8 @@ signal to noise is |E g| / sqrt(trace Cov g), the share of a step that is not lu
             ids), K = 8, the gradient taken at another model nearby
 
 Both parts are unbiased estimates from --batches of them, the error is the jackknife's over batches; where the signal
-cannot be told from noise the ratio is 0. It says nothing of where a gradient points: a clip drops what it does not like,
-and what is left may agree with itself the better. Writes variance.json (the same command goes on where it was stopped),
+cannot be told from noise the ratio is 0. It says nothing of where a gradient points: a clip drops what it does not
+like, and what is left may agree with itself the better. Writes variance.json (the same command goes on where it was stopped),
 variance.md and variance.png.
 """
 

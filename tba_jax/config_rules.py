@@ -148,8 +148,8 @@ def _check_loss(c: Mapping[str, Any]) -> Iterator[str]:
            "tb_vargrad")
   if spec.needs_advantages:
     if c["sample.lane_samples"] > 1:
-      yield (f"sample.lane_samples={c['sample.lane_samples']} must be 1 for loss.name={name!r}, whose values are sampled "
-             "behind beginnings of all lengths; set it to 1")
+      yield (f"sample.lane_samples={c['sample.lane_samples']} must be 1 for loss.name={name!r}, whose values are "
+             "sampled behind beginnings of all lengths; set it to 1")
     if c["loss.vine_step_tokens"] >= c["sample.max_new_tokens"]:
       yield (f"loss.vine_step_tokens={c['loss.vine_step_tokens']} must be less than "
              f"sample.max_new_tokens={c['sample.max_new_tokens']}, or no state lies within a response; lower it")

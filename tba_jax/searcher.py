@@ -236,7 +236,7 @@ class Searcher:
     return [(vine.occurrence, self._finish(vine.sampled, vine)) for vine in self._with_values(sampled)]
 
   def _with_values(self, sampled: Sequence[SampledGroup]) -> list[VineGroup]:
-    """Queues continuations of sampled groups, and takes up those that have come; the groups that lack no value any more.
+    """Queues continuations of sampled groups, takes up those that have come. Returns groups that now lack no value.
 
     Weights that are taken in flight value the states by the policy as it is then.
     """

@@ -285,7 +285,8 @@ def mean_gradient(loss, rewards, logits):
     num_responses=f32(num), num_groups=f32(len(draws)), num_tokens=f32(num),
   )
   picks = jnp.asarray(draws.reshape(-1, 1))
-  return -jax.jit(jax.grad(lambda x: loss(jax.nn.log_softmax(x)[picks], batch, beta=f32(0.0))[0]))(jnp.asarray(logits, f32))
+  gradient = jax.jit(jax.grad(lambda x: loss(jax.nn.log_softmax(x)[picks], batch, beta=f32(0.0))[0]))
+  return -gradient(jnp.asarray(logits, f32))
 
 
 def differences(value, at):

@@ -110,7 +110,7 @@ def test_advantages_are_what_continuations_earn_and_a_resumed_run_has_them_too(t
 
   with monkeypatch.context() as patch:
     patch.setattr(Engine, "step", step)
-    patch.setattr(Engine, "submit", lambda self, request: prompts.update({request.tag: request}) or submit(self, request))
+    patch.setattr(Engine, "submit", lambda self, asked: prompts.update({asked.tag: asked}) or submit(self, asked))
     patch.setattr(ReplayBuffer, "add", lambda self, group, **asked: added.append(group) or add(self, group, **asked))
     assert runs.run(config, tmp_path / "whole") == 0
   task = ArithmeticTask(num_train_prompts=1, num_eval_prompts=1, num_sft_examples=0)

@@ -146,14 +146,15 @@ def test_what_no_loss_asks_for_is_in_no_row_batch_or_file(tmp_path):
   buffer.add(group)
   draw = buffer.draw(num_prompts=1, responses_per_prompt=4, version=0)
   assert draw.advantages is None and collate(draw, row_multiple=1, length_buckets=(16,)).advantages is None
-  assert "advantages" not in buffer.state_dict()["arrays"] and "with_advantages" not in str(buffer.state_dict()["scalars"])
+  saved = buffer.state_dict()
+  assert "advantages" not in saved["arrays"] and "advantages" not in str(saved["scalars"])
   assert run_state.SEGMENT_COLUMNS.keys() == {"tokens", "log_mu", "log_ref"}
 
 
 @pytest.mark.parametrize("advantages, message", [
   (None, "advantages=None, but the buffer keeps one for each token; sample continuations"),
   (np.zeros((4, 5), np.float32), r"advantages has shape \(4, 5\), but tokens \(4, 6\) ask for \(4, 6\)"),
-  (np.full((4, 6), np.nan, np.float32), "advantages is not finite at a sampled token; a sampled token has a finite one"),
+  (np.full((4, 6), np.nan, np.float32), "advantages is not finite at a sampled token; a sampled token has a finite one")
 ])
 def test_a_buffer_of_advantages_refuses_groups_without(advantages, message):
   group = dataclasses.replace(groups_with_advantages(1)[0], advantages=advantages)
@@ -246,7 +247,8 @@ def test_with_exact_values_the_mean_gradient_is_the_policy_gradient(step_tokens)
     valid=jnp.ones(num, bool), truncated=jnp.zeros(num, bool),
     weights=jnp.asarray([num * chance(logits, r) for r in responses], f32),
     num_responses=f32(num), num_groups=f32(1), num_tokens=f32(3 * num))
-  gradient = -jax.jit(jax.grad(lambda table: vineppo(log_pi_of(table), batch, beta=f32(0))[0]))(jnp.asarray(logits, f32))
+  gradient_at = jax.jit(jax.grad(lambda table: vineppo(log_pi_of(table), batch, beta=f32(0))[0]))
+  gradient = -gradient_at(jnp.asarray(logits, f32))
   mean_reward = lambda table: sum(chance(table, r) * rewards[r] for r in responses)
   for cell in np.ndindex(logits.shape):
     moved = np.zeros(logits.shape)

@@ -72,8 +72,8 @@ def vineppo(
   KL term stands beside the objective, as in their public configurations.
 
   Args: as `ppo_clip`; the batch also has `advantages`. beta weighs the KL term.
-  Returns: scalar loss; metrics with `clip_share` (of tokens), `kl_term` as in `grpo`, and `advantage_abs`, the mean |A_t|
-    of tokens: 0 where no step of a response changed what it will earn.
+  Returns: scalar loss; metrics with `clip_share` (of tokens), `kl_term` as in `grpo`, and `advantage_abs`, the mean
+    |A_t| of tokens: 0 where no step of a response changed what it will earn.
   Raises: ValueError where the batch has no advantages.
   """
   segments.check_layout(log_pi, batch)

@@ -69,7 +69,8 @@ def trainer_part(config: ConfigDict, cfg: ModelConfig, devices: Sequence[jax.Dev
   base = _put(whole, sharding.param_shardings(whole, mesh))
   head = learner.make_head(config.loss.name, learning_rate=config.loss.head_learning_rate)
   state = _put(*learner.abstract_state(cfg, optimizer, lora=lora, head=head, mesh=mesh))
-  batch = abstract_batch(largest_batch(config, len(devices)), sharding.batch_sharding(mesh, with_advantages=build.has_advantages(config)))
+  layout = sharding.batch_sharding(mesh, with_advantages=build.has_advantages(config))
+  batch = abstract_batch(largest_batch(config, len(devices)), layout)
   beta = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
   frozen = () if lora is None else (base,)
   residents = [
@@ -196,7 +197,8 @@ def engine_shapes(config: ConfigDict, *, lane_samples: int | None = None) -> Sha
   sample = config.sample
   return make_shapes(
     slots=sample.slots, lane_samples=sample.lane_samples if lane_samples is None else lane_samples,
-    **build.engine_limits(config), chunk_tokens=sample.chunk_tokens, recompute_kv=sample.recompute_kv, attention=sample.attention)
+    **build.engine_limits(config), chunk_tokens=sample.chunk_tokens, recompute_kv=sample.recompute_kv,
+    attention=sample.attention)
 
 
 def _slots(
