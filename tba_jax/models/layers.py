@@ -16,6 +16,7 @@ from tba_jax.models.rope import rotate
 from tba_jax.models.variants import ModelConfig
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+Pick = Callable[[jax.Array], jax.Array]  # [B, T, ...] -> [B, T', ...], some of the positions
 
 ACTIVATIONS = {
   "silu": jax.nn.silu,
@@ -90,12 +91,15 @@ class Attention(nnx.Module):
       self.k_norm = Norm(cfg.head_dim, kind=cfg.norm, eps=cfg.norm_eps)
     self.qk_norm = cfg.qk_norm
 
-  def __call__(self, x: jax.Array, rope: tuple[jax.Array, jax.Array] | None, attend: Attend) -> tuple[jax.Array, Any]:
-    q, k, v = self.q(x), self.k(x), self.v(x)
+  def __call__(
+    self, x: jax.Array, rope: tuple[jax.Array, jax.Array] | None, attend: Attend, pick: Pick | None = None
+  ) -> tuple[jax.Array, Any]:
+    pick = pick or (lambda x: x)
+    q, k, v = self.q(pick(x)), self.k(x), self.v(x)
     if self.qk_norm:
       q, k = self.q_norm(q), self.k_norm(k)
     if rope is not None:
-      q, k = rotate(q, *rope), rotate(k, *rope)
+      q, k = rotate(q, *map(pick, rope)), rotate(k, *rope)
     context, kept = attend(q, k, v)
     return self.o(context), kept
 
@@ -118,7 +122,11 @@ class Mlp(nnx.Module):
 
 
 class Block(nnx.Module):
-  """One layer. Returns the residual stream [B, T, D] and what `attend` wants kept (the layer's cache, or None)."""
+  """One layer. Returns the residual stream [B, T, D] and what `attend` wants kept (the layer's cache, or None).
+
+  With `pick`, the stream of those positions alone, which is all that a last layer is asked for: the others give keys and
+  values.
+  """
 
   def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
     def norm() -> Norm:
@@ -130,8 +138,11 @@ class Block(nnx.Module):
       self.post_attn_norm, self.post_mlp_norm = norm(), norm()
     self.post_norms, self.parallel = cfg.post_norms, cfg.parallel_residual
 
-  def __call__(self, x: jax.Array, rope: tuple[jax.Array, jax.Array] | None, attend: Attend) -> tuple[jax.Array, Any]:
-    attended, kept = self.attn(self.attn_norm(x), rope, attend)
+  def __call__(
+    self, x: jax.Array, rope: tuple[jax.Array, jax.Array] | None, attend: Attend, pick: Pick | None = None
+  ) -> tuple[jax.Array, Any]:
+    attended, kept = self.attn(self.attn_norm(x), rope, attend, pick)
+    x = x if pick is None else pick(x)
     if self.parallel:
       return x + attended + self.mlp(self.mlp_norm(x)), kept
     if self.post_norms:

@@ -23,7 +23,7 @@ from tba_jax.models import kernels
 from tba_jax.models import rope as rope_lib
 from tba_jax.models.cache import Cache, LayerCache
 from tba_jax.models.decode_attention import Part, decode_attention
-from tba_jax.models.layers import Block, Norm
+from tba_jax.models.layers import Block, Norm, Pick
 from tba_jax.models.variants import ModelConfig
 
 Params = dict[str, Any]
@@ -242,17 +242,20 @@ def init_cache(cfg: ModelConfig, *, batch: int, length: int, dtype: jax.typing.D
 def _run_layers(
   params: Params, cfg: ModelConfig, x: jax.Array, ropes: list[tuple[jax.Array, jax.Array]] | None,
   attend: Callable[[int, bool, jax.Array, jax.Array, jax.Array], tuple[jax.Array, LayerCache]],
+  pick: Pick | None = None,
 ) -> tuple[jax.Array, Cache]:
   """The unrolled layers and the final norm over x [B, T, D], with the `rope_tables` of its positions.
 
-  `attend(layer, sliding, q, k, v)` gives the context and the layer's cache with the new keys and values in it.
+  `attend(layer, sliding, q, k, v)` gives the context and the layer's cache with the new keys and values in it. The last
+  layer computes only the positions that `pick` picks, all by default.
   """
   block_def, norm_def = _graphdefs(cfg)
   new_cache = []
   for i, layer_params in enumerate(params["layers"]):
     sliding = bool(cfg.sliding_layers) and cfg.sliding_layers[i]
     rope = None if ropes is None else ropes[-1 if sliding else 0]
-    x, kept = nnx.merge(block_def, layer_params)(x, rope, functools.partial(attend, i, sliding))
+    picked = pick if i == cfg.num_layers - 1 else None
+    x, kept = nnx.merge(block_def, layer_params)(x, rope, functools.partial(attend, i, sliding), picked)
     new_cache.append(kept)
   return nnx.merge(norm_def, params["final_norm"])(x), tuple(new_cache)
 
@@ -260,7 +263,7 @@ def _run_layers(
 def prefill(params: Params, cfg: ModelConfig, tokens: jax.Array, lengths: jax.Array, *, dtype: jax.typing.DTypeLike,
             cache_dtype: jax.typing.DTypeLike | None = None, backend: str = "xla",
             mesh: Mesh | None = None) -> tuple[jax.Array, Cache]:
-  """Reads prompts.
+  """Reads prompts. Of the last layer only what is asked for is computed: keys, values, and each prompt's last token.
 
   Args:
     params: decode layout. tokens: int32 [B, P], padded on the right. lengths: int32 [B], each in 1..P.
@@ -278,10 +281,18 @@ def prefill(params: Params, cfg: ModelConfig, tokens: jax.Array, lengths: jax.Ar
     mesh=mesh,
   )
 
+  last = lengths - 1
+  visible = _visible(cfg, last, jnp.zeros_like(last), lengths, num_prompt)
+
+  def at_last(x: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(x, last.reshape(batch, *[1] * (x.ndim - 1)), axis=1)
+
   def attend(i: int, sliding: bool, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, LayerCache]:
-    del i
     kept = cache_lib.stored(k, v, cache_dtype or dtype)
-    context = run(q, *(x.swapaxes(1, 2) for x in cache_lib.loaded(kept, dtype)), sliding)
+    if i == cfg.num_layers - 1:
+      context = decode_attention(q, [Part(kept, visible[sliding])], scale=cfg.query_scale, softcap=cfg.attn_softcap)
+    else:
+      context = run(q, *(x.swapaxes(1, 2) for x in cache_lib.loaded(kept, dtype)), sliding)
     if backend == "paged":
       kept = cache_lib.widened(kept, kernels.cache_width(cfg.head_dim))
     return context, kept
@@ -289,9 +300,8 @@ def prefill(params: Params, cfg: ModelConfig, tokens: jax.Array, lengths: jax.Ar
   # Constants of the program: else XLA:CPU fuses sines and cosines into the rotations, each head's of each layer.
   with jax.ensure_compile_time_eval():
     ropes = rope_tables(cfg, jnp.arange(num_prompt, dtype=jnp.int32)[None])
-  x, cache = _run_layers(params, cfg, _embed(params, cfg, tokens, positions, dtype), ropes, attend)
-  last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
-  return logits(params, cfg, last), cache
+  x, cache = _run_layers(params, cfg, _embed(params, cfg, tokens, positions, dtype), ropes, attend, at_last)
+  return logits(params, cfg, x[:, 0]), cache
 
 
 class Before(NamedTuple):

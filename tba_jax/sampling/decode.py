@@ -261,15 +261,7 @@ def insert(
   return constrain(merged, shardings)
 
 
-@functools.partial(
-  jax.jit,
-  static_argnames=(
-    "cfg", "num_tokens", "kv_length", "prefix_length", "stop_ids", "log_mu_temperature", "filtering", "dtype",
-    "attention", "shardings",
-  ),
-  donate_argnames=("state",),
-)
-def decode_chunk(
+def _decode_chunk(
   params: Any,
   state: DecodeState,
   *,
@@ -350,6 +342,24 @@ def decode_chunk(
     state = state._replace(cache=cache)
   state = constrain(state._replace(prefix=held[1]), shardings)
   return state, ChunkOutput(tokens=tokens, log_mu=log_mu, counts=state.counts, live=state.live)
+
+
+def _jit_decode_chunk(**compiler_options: int) -> Callable[..., tuple[DecodeState, ChunkOutput]]:
+  return jax.jit(
+    _decode_chunk,
+    static_argnames=(
+      "cfg", "num_tokens", "kv_length", "prefix_length", "stop_ids", "log_mu_temperature", "filtering", "dtype",
+      "attention", "shardings",
+    ),
+    donate_argnames=("state",),
+    compiler_options=compiler_options,
+  )
+
+
+decode_chunk = _jit_decode_chunk()
+# On CPU. A program's temporary memory is one block by default. One of 32 MB or more malloc takes from the system and
+# gives back with each call, and every page of it is made anew; smaller ones it keeps.
+decode_chunk_on_cpu = _jit_decode_chunk(xla_multiheap_size_constraint_per_heap=31_000_000)
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "dtype", "attention", "shardings"), donate_argnames=("state",))

@@ -166,6 +166,8 @@ class Engine:
     else:
       self._shardings = None
       self._default_sharding = SingleDeviceSharding(device_or_mesh)
+    platform = next(iter(self._default_sharding.device_set)).platform
+    self._decode_chunk = decode.decode_chunk_on_cpu if platform == "cpu" else decode.decode_chunk
 
   @property
   def version(self) -> int | None:
@@ -318,7 +320,7 @@ class Engine:
 
   def _decode(self, prefix_length: int, kv_length: int) -> decode.ChunkOutput:
     self._count("decode", prefix_length, kv_length)
-    self._state, output = decode.decode_chunk(
+    self._state, output = self._decode_chunk(
       self._params, self._state, prefix_length=prefix_length, kv_length=kv_length, **self._chunk_options
     )
     return output
