@@ -124,7 +124,7 @@ class Mlp(nnx.Module):
 class Block(nnx.Module):
   """One layer. Returns the residual stream [B, T, D] and what `attend` wants kept (the layer's cache, or None).
 
-  With `pick`, the stream of those positions alone, which is all that a last layer is asked for: the others give keys and
+  With `pick`, the stream of those positions alone, all that a last layer may be asked for: the others give keys and
   values.
   """
 
