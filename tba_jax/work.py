@@ -66,6 +66,16 @@ def forward_flops(cfg: ModelConfig, *, tokens: float, context: float, head_token
   return tokens * cfg.num_layers * layer + head_tokens * 2 * cfg.hidden_size * cfg.num_embeddings
 
 
+def prefill_flops(cfg: ModelConfig, *, rows: int, row_tokens: int) -> float:
+  """Of reading prompts, padding included: the last layer has keys and values of all tokens, the rest, and the head, of
+  each row's last one."""
+  tokens = rows * row_tokens
+  layer = 2 * layer_params(cfg) + 4 * row_tokens * cfg.num_heads * cfg.head_dim
+  keys_and_values = 4 * cfg.hidden_size * cfg.num_kv_heads * cfg.head_dim
+  whole = forward_flops(cfg, tokens=tokens, context=row_tokens, head_tokens=rows)
+  return whole - (tokens - rows) * (layer - keys_and_values)
+
+
 def train_flops(
   cfg: ModelConfig, *, rows: int, row_tokens: int, remat: str, one_pass: bool, adapters_only: bool
 ) -> float:
@@ -123,12 +133,22 @@ def forward_work(
   cfg: ModelConfig, *, rows: int, row_tokens: int, head_tokens: int, compute_bytes: int, devices: int,
   fused_attention: bool,
 ) -> Work:
-  """One pass over whole rows (prefill, scoring, a reward model) on each of `devices` tensor-parallel devices."""
+  """One pass over whole rows (scoring, a reward model) on each of `devices` tensor-parallel devices."""
   tokens = rows * row_tokens
   flops = forward_flops(cfg, tokens=tokens, context=row_tokens, head_tokens=head_tokens) / devices
   activations = tokens * _activation_bytes(cfg, row_tokens, compute_bytes, fused_attention)
   logits = 3 * head_tokens * cfg.num_embeddings * 4
   return Work(flops, (num_params(cfg) * compute_bytes + activations + logits) / devices)
+
+
+def prefill_work(
+  cfg: ModelConfig, *, rows: int, row_tokens: int, compute_bytes: int, devices: int, fused_attention: bool
+) -> Work:
+  """Reading prompts on each of `devices` tensor-parallel devices; memory as of a pass over whole rows."""
+  passed = forward_work(
+    cfg, rows=rows, row_tokens=row_tokens, head_tokens=rows, compute_bytes=compute_bytes, devices=devices,
+    fused_attention=fused_attention)
+  return Work(prefill_flops(cfg, rows=rows, row_tokens=row_tokens) / devices, passed.hbm_bytes)
 
 
 def decode_work(

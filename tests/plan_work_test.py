@@ -89,7 +89,7 @@ def test_prefill_and_decode():
   prefill = counted(
     lambda p, t, n: transformer.prefill(p, LLAMA, t, n, dtype=jnp.float32, cache_dtype=jnp.float32), params,
     ints(ROWS, LONG), ints(ROWS))
-  formula = work.forward_flops(LLAMA, tokens=ROWS * LONG, context=LONG, head_tokens=ROWS)
+  formula = work.prefill_flops(LLAMA, rows=ROWS, row_tokens=LONG)
   assert formula == pytest.approx(prefill, rel=0.06) and formula < prefill
   step = counted(
     lambda p, t, n, c: transformer.decode_step(p, LLAMA, t, n, c, dtype=jnp.float32), params, ints(ROWS), ints(ROWS),

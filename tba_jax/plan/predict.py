@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 from tba_jax.chips import LINK_SHARE, Chip
 from tba_jax.models.variants import ModelConfig
-from tba_jax.work import Work, decode_work, forward_work, train_work
+from tba_jax.work import Work, decode_work, forward_work, prefill_work, train_work
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,14 +131,13 @@ def predict(
     prefix_length=load.prefix_length,
   )
   forward = dict(compute_bytes=load.compute_bytes, devices=per_searcher, fused_attention=False)
-  prefill_work = forward_work(
-    cfg, rows=load.prefill_prompts, row_tokens=load.prefill_tokens, head_tokens=load.prefill_prompts, **forward)
+  prompts_work = prefill_work(cfg, rows=load.prefill_prompts, row_tokens=load.prefill_tokens, **forward)
   score_tokens = load.num_samples * load.score_tokens
   score_work = forward_work(
     cfg, rows=load.num_samples, row_tokens=load.score_tokens, head_tokens=score_tokens, **forward)
   step = terms(step_work, step_link_bytes, chip)
   decode = terms(token_work, decode_link_bytes / load.chunk_tokens, chip)
-  prefill, score = terms(prefill_work, prefill_link_bytes, chip), terms(score_work, score_link_bytes, chip)
+  prefill, score = terms(prompts_work, prefill_link_bytes, chip), terms(score_work, score_link_bytes, chip)
 
   judged = {name: terms(work, 0.0, chip) for name, work in beside.items()}
   judge_secs = sum(each.secs for each in judged.values())
