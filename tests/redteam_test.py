@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 
 import encoder_test
@@ -64,7 +65,7 @@ def _responses(task, texts):
 
 def test_the_victims_answers_are_likely_under_it_and_depend_on_the_attack_alone():
   cfg, params, tokenizer = _decoder()
-  victim = Victim(cfg, params, tokenizer, jax.devices()[0], settings=VICTIM, dtype=jnp.float32, seed=1)
+  victim = Victim(cfg, transformer.unstack(params), tokenizer, jax.devices()[0], settings=VICTIM, dtype=jnp.float32, seed=1)
   attacks = ["one?", "two", "one?", "x" * 40]
   found = victim(attacks)
   assert found[3] is None and [len(answers) for answers in found[:3]] == [3, 3, 3]  # too long a prompt is not asked
@@ -87,18 +88,19 @@ def test_the_victims_answers_are_likely_under_it_and_depend_on_the_attack_alone(
 @pytest.mark.slow
 def test_a_victim_over_a_mesh_answers_the_same():
   cfg, params, tokenizer = _decoder()
-  alone = Victim(cfg, params, tokenizer, jax.devices()[0], settings=VICTIM, dtype=jnp.float32, seed=1)
+  alone = Victim(
+    cfg, transformer.unstack(params), tokenizer, jax.devices()[0], settings=VICTIM, dtype=jnp.float32, seed=1)
   mesh = sharding.make_mesh(jax.devices()[:2], fsdp=1, tensor=2)
   spread = jax.tree_util.tree_map_with_path(
     lambda path, leaf: redteam.put_beside(mesh)(tuple(p.key for p in path), leaf), params)
-  together = Victim(cfg, spread, tokenizer, mesh, settings=VICTIM, dtype=jnp.float32, seed=1)
+  together = Victim(cfg, jax.jit(transformer.unstack)(spread), tokenizer, mesh, settings=VICTIM, dtype=jnp.float32, seed=1)
   assert together(["two"]) == alone(["two"])
 
 
 def test_victims_that_cannot_be_asked_are_refused():
   cfg, params, tokenizer = _decoder()
   make = lambda tokenizer, **changes: Victim(
-    cfg, params, tokenizer, jax.devices()[0], dtype=jnp.float32, seed=0,
+    cfg, transformer.unstack(params), tokenizer, jax.devices()[0], dtype=jnp.float32, seed=0,
     settings=dataclasses.replace(VICTIM, **changes))
   with pytest.raises(ValueError, match="has no {attack}; put it where the attack goes"):
     make(tokenizer, template="hello")
@@ -170,6 +172,21 @@ def test_rewards_are_means_over_answers_and_successes_by_the_mean_probability():
   measured = success.measure(texts[:2] + texts[:1])["cosine_distance"]
   assert measured == pytest.approx(2 / 3 * (1 - sentences.embed_trigrams(["will it rain?"])[0]
                                             @ sentences.embed_trigrams(["ab"])[0]), abs=1e-6)
+
+
+def test_rewards_of_one_place_share_one_copy_of_the_victim():
+  """Bytes of an 8B victim in two layouts, once more for evaluations, would not fit what `plan` says they do."""
+  gc.collect()
+  before = {id(array) for array in jax.live_arrays()}
+  task, device = _task(), jax.devices()[0]
+  rewards = [make_reward(task, device, for_eval=for_eval) for for_eval in (False, True)]
+  for reward in rewards:
+    assert np.isfinite(reward(task.train_prompts()[0], _responses(task, [" Will it rain?"]))).all()
+  gc.collect()
+  shapes = [array.shape for array in jax.live_arrays() if id(array) not in before]
+  (cfg, *_), _ = task.models(device)
+  of_layer = (cfg.hidden_size, cfg.num_kv_heads, cfg.head_dim)  # keys' and values' projections: of the victim alone
+  assert shapes.count(of_layer) == 2 * cfg.num_layers and (cfg.num_layers, *of_layer) not in shapes
 
 
 def test_distances_are_means_over_pairs():

@@ -131,13 +131,21 @@ class RedTeamTask:
     return [(prompt, [*self.tokenizer.encode(f" {attack.strip()}"), stop]) for attack in attacks]
 
   def models(self, device_or_mesh: jax.Device | Mesh) -> tuple[Any, Scorer]:
-    """Victim and scorer on a searcher's devices, loaded once for all rewards there."""
+    """What a Victim is made of, and the scorer, on a searcher's devices: loaded once for all rewards there.
+
+    The victim is kept in the layout that decodes and in no other. Only while it is laid out so is it there twice, and
+    then the scorer is not yet.
+    """
     judges, dtype = self.judges, jnp.dtype(self.judges.model_dtype)
     with self._lock:
       if device_or_mesh not in self._loaded:
         put = put_beside(device_or_mesh)
-        victim = (load_model(judges.victim_model, dtype=dtype, put=put) if judges.victim_model
-                  else _new_victim(device_or_mesh, seed=self.seed))
+        cfg, params, tokenizer = (
+          load_model(judges.victim_model, dtype=dtype, put=put) if judges.victim_model
+          else _new_victim(device_or_mesh, seed=self.seed))
+        decode_params = jax.block_until_ready(jax.jit(transformer.unstack)(params))
+        del params
+        victim = cfg, decode_params, tokenizer
         scorer = (
           load_scorer(judges.scorer_model, device_or_mesh, class_name=judges.scorer_class, dtype=dtype)
           if judges.scorer_model else _new_scorer(device_or_mesh, seed=self.seed, class_name=judges.scorer_class))

@@ -11,7 +11,6 @@ import jax
 from jax.sharding import Mesh
 import numpy as np
 
-from tba_jax.models import transformer
 from tba_jax.models.variants import ModelConfig
 from tba_jax.sampling.engine import Engine, SampleRequest, sample_keys
 from tba_jax.tasks.base import decode_response
@@ -40,13 +39,14 @@ class Victim:
   however often it is found, by whichever searcher. Confined to one thread at a time.
 
   Args:
-    cfg, params, tokenizer: as `load_model` gives them, on `device_or_mesh`.
+    cfg, tokenizer: as `load_model` gives them.
+    decode_params: in the decode layout, on `device_or_mesh`; used as they are.
     dtype: of the computation.
   Raises: ValueError for a template without {attack}, or a tokenizer without the chat template that is asked for.
   """
 
   def __init__(
-    self, cfg: ModelConfig, params: Any, tokenizer: Tokenizer, device_or_mesh: jax.Device | Mesh, *,
+    self, cfg: ModelConfig, decode_params: Any, tokenizer: Tokenizer, device_or_mesh: jax.Device | Mesh, *,
     settings: VictimSettings, dtype: Any, seed: int,
   ):
     if settings.template != CHAT and "{attack}" not in settings.template:
@@ -62,7 +62,6 @@ class Victim:
       filtering=settings.top_p < 1.0, prompt_buckets=(settings.max_prompt_tokens,),
       prefill_batches=(_PREFILL_PROMPTS,), kv_buckets=(settings.max_prompt_tokens + settings.max_new_tokens,),
     )
-    decode_params = jax.jit(transformer.unstack)(params)
     self._engine.set_weights(decode_params, 0)
 
   def prompt(self, attack: str) -> list[int]:
