@@ -12,9 +12,9 @@ then the loss and the gradient's norm of every step timed.
     run       S: seconds of a whole step of `tba_jax.main` in mode `sync` (sample 8 prompts x 4 of 32 tokens, reward,
               reference, train) against TRL's GRPOTrainer on the same prompts (17 or 18 tokens), both with a reference
 
-Ours computes log-probabilities and entropies of all tokens. So do the rivals "TRL" and "tunix" (of the entropy: of the
-responses' tokens, as its GRPO does). "TRL, responses" scores responses alone, as TRL does by itself; "tunix, no
-entropy" leaves the entropy out.
+In the round "equal" all systems compute log-probabilities and entropies of all tokens ("tunix" entropies of the responses'
+tokens, as its GRPO does). In the round "cheapest": ours and "TRL, responses" score responses alone, as both
+do in a run; "tunix, no entropy" leaves the entropy out, logits it always computes for all tokens.
 
 limit_fraction is the time that the core's measured peak allows for 6 FLOPs per weight and token, and attention, over
 the CPU time taken. On a core that other work shares, trust `cpu_ratio`.
@@ -37,6 +37,10 @@ from experiments.rivals import interleave, shapes  # noqa: E402
 
 CASES = ("S", "M", "run")
 TARGETS = {("S", "tunix"): (1.0, None), ("M", "tunix"): (1.2, None), ("run", "TRL"): (1.25, 2.0)}  # ratio wanted, hoped
+ROUNDS = {
+  "equal": [("tunix", "tunix", {"entropy": True}), ("TRL", "trl", {"whole_rows": True})],
+  "cheapest": [("tunix, no entropy", "tunix", {"entropy": False}), ("TRL, responses", "trl", {"whole_rows": False})],
+}
 GROUP = 4
 LOG_PROB_TOLERANCE, STEP_TOLERANCE = 1e-3, 2e-3  # nats; relative, of loss and gradient norm
 SETTINGS = dict(learning_rate=1e-5, clip_norm=1.0, b1=0.9, b2=0.99, eps=1e-8, beta=0.1, chunk_tokens=1024)
@@ -100,7 +104,7 @@ class Bench:
 
 
 def train_step(bench: Bench, case: str) -> None:
-  """S and M: the step alone; one round in which all count alike, one with the rivals at their cheapest."""
+  """S and M: the step alone, in the rounds that are asked for."""
   model, _ = bench.load(case)
   bench.check_log_probs(model)
   rows, steps = {"S": (16, 3), "M": (4, 1)}[case]
@@ -108,20 +112,16 @@ def train_step(bench: Bench, case: str) -> None:
   data = make_data(bench.ours, model, rows=rows, prompt_tokens=prompt_tokens, new_tokens=new)
   peaks = bench.ours.call("peaks")
   limit = shapes.training_flops(model, rows=rows, tokens=prompt_tokens + new) / peaks["flops_per_sec"]
-  rounds = [[("tunix", "tunix", {"entropy": True}), ("TRL", "trl", {"whole_rows": True})],
-            [("tunix, no entropy", "tunix", {"entropy": False}), ("TRL, responses", "trl", {"whole_rows": False})]]
-  ours = ("ours", "ours", {"micro_batches": rows // GROUP})
-  for rivals in rounds:
-    arms = [ours, *(rival for rival in rivals if rival[1] in bench.workers)]
-    if arms == [ours] and rivals is not rounds[0]:
-      break
+  for name in bench.args.rounds:
+    ours = ("ours", "ours", {"micro_batches": rows // GROUP, "whole_rows": name == "equal"})
+    arms = [ours, *(rival for rival in ROUNDS[name] if rival[1] in bench.workers)]
     runs, compile_secs = one_round(bench, case, data, arms, steps)
     secs = interleave.median(runs["ours"], "cpu_secs")
     bench.add(
-      case, runs, tokens_per_sec=rows * (prompt_tokens + new) / secs, limit_fraction=limit / secs, limit_secs=limit,
-      compile_secs=compile_secs, **peaks,
+      case, runs, round=name, tokens_per_sec=rows * (prompt_tokens + new) / secs, limit_fraction=limit / secs,
+      limit_secs=limit, compile_secs=compile_secs, **peaks,
     )
-  if "trl" in bench.workers:
+  if "trl" in bench.workers and "equal" in bench.args.rounds:
     profile = bench.workers["trl"].call("profile")
     shown = ", ".join(f"{entry['operation']} {entry['share']:.0%}" for entry in profile[:6])
     bench.notes.append(f"{case}: seconds of TRL's step by operation: {shown}")
@@ -176,8 +176,12 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--trl_python", default="", help="Python with requirements-bench.txt")
   parser.add_argument("--tunix_python", default="", help="Python with requirements-bench-tunix.txt")
+  parser.add_argument("--rounds", default=",".join(ROUNDS), help="of S and M; of " + ",".join(ROUNDS))
   interleave.add_flags(parser, cases=CASES, out="bench_learner.json")
   args = interleave.parse(parser, cases=CASES)
+  args.rounds = args.rounds.split(",")
+  if unknown := sorted(set(args.rounds) - set(ROUNDS)):
+    parser.error(f"--rounds: {', '.join(unknown)} is none of {', '.join(ROUNDS)}")
   run = {"S": train_step, "M": train_step, "run": whole_steps}
   with interleave.Workers(core=args.core) as workers, tempfile.TemporaryDirectory() as folder:
     versions = {}

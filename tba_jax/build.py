@@ -328,7 +328,9 @@ def make_step(config: ConfigDict, cfg: ModelConfig, mesh: Mesh) -> tuple[Callabl
       compute_dtype=jnp.dtype(train.compute_dtype), remat=train.remat, micro_batches=train.micro_batches,
       chunk_tokens=train.head_chunk_tokens, backend=train.attention,
       whole_groups_per_micro_batch=whole_groups_per_micro_batch(config),
-      skip_empty_micro_batches=train.packing, lora=lora_settings(config), mesh=mesh,
+      skip_empty_micro_batches=train.packing,
+      most_response_tokens=0 if train.packing else config.sample.max_new_tokens,
+      lora=lora_settings(config), mesh=mesh,
       with_residuals=config.buffer.priority == "residual", with_reference=reads_reference(config),
       head=learner.make_head(config.loss.name, learning_rate=config.loss.head_learning_rate))
   return step, optimizer

@@ -155,6 +155,7 @@ def make_train_step(
   chunk_tokens: int,
   whole_groups_per_micro_batch: bool = False,
   skip_empty_micro_batches: bool = False,
+  most_response_tokens: int = 0,
   backend: str = "xla",
   lora: lora_lib.LoraSettings | None = None,
   mesh: Mesh | None = None,
@@ -184,6 +185,8 @@ def make_train_step(
       forward and one backward pass. Otherwise the step runs forward twice: all of log_pi first, then backward with the
       whole batch's coefficients dloss / dlog_pi, which is exact for any loss.
     skip_empty_micro_batches: parts behind the last row that holds tokens are not computed, as packing leaves them.
+    most_response_tokens: the caller's word that no row has more, and that those of a row are adjacent: the head then
+      runs for them alone. 0: for all tokens.
     backend: of attention, see `models.attention`.
     lora: train adapters of these settings on a frozen base.
     mesh: from `sharding.make_mesh`.
@@ -204,10 +207,11 @@ def make_train_step(
     if lora is not None:
       params, beside = _split_head(trained)
       params = {**lora_lib.attach(*frozen, params, scale=lora.scale), **beside}
+    wanted = batch.sequence_ids < batch.rewards.shape[0] if most_response_tokens else None
     return token_logprobs(
       params, cfg, batch.tokens, batch.positions, batch.segment_ids, temperature=temperature, dtype=compute_dtype,
-      remat=remat, chunk_tokens=chunk_tokens, backend=backend, mesh=mesh,
-      constrain=sharding.activation_constraint(mesh),
+      remat=remat, chunk_tokens=chunk_tokens, wanted=wanted, most_wanted=most_response_tokens, backend=backend,
+      mesh=mesh, constrain=sharding.activation_constraint(mesh),
     )
 
   gradients = functools.partial(

@@ -34,6 +34,7 @@ from ml_collections import config_flags
 
 from tba_jax import config as config_lib
 from tba_jax import config_schema
+from tba_jax import host_memory
 
 BAD_INPUT = 2
 _OWN_FLAGS = ("config", "workdir", "dry_run", "print_config")
@@ -195,7 +196,8 @@ def config_path(argv: Sequence[str]) -> str:
 
 
 def set_up_jax(devices: Any, *, backend: str = "local") -> None:
-  """Makes the CPU devices that the config counts, and keeps compiled programs for the next run.
+  """Makes the CPU devices that the config counts, and keeps compiled programs for the next run; where there are only
+  CPUs also what the process frees, see `host_memory`.
 
   Compiled programs go to JAX_COMPILATION_CACHE_DIR if that is set, else to the user's cache folder ($XDG_CACHE_HOME
   or ~/.cache) under tba_jax/xla, by machine: a program compiled for one CPU may hold instructions that another lacks,
@@ -203,6 +205,8 @@ def set_up_jax(devices: Any, *, backend: str = "local") -> None:
   """
   import jax
 
+  if host_memory.only_cpu():
+    host_memory.keep_freed_memory()
   if backend == "ray":
     from tba_jax.runtime import cluster
 

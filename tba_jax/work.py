@@ -77,19 +77,19 @@ def prefill_flops(cfg: ModelConfig, *, rows: int, row_tokens: int) -> float:
 
 
 def train_flops(
-  cfg: ModelConfig, *, rows: int, row_tokens: int, remat: str, one_pass: bool, adapters_only: bool
+  cfg: ModelConfig, *, rows: int, row_tokens: int, head_row_tokens: int, remat: str, one_pass: bool, adapters_only: bool
 ) -> float:
   """Of one train step over all devices, what the backward pass computes again included.
 
   Args:
-    rows, row_tokens: of the batch, padding included.
+    rows, row_tokens: of the batch, padding included. head_row_tokens: of a row, those that the head runs for.
     remat: "full" computes each layer again but for what its own backward pass does not read, "dots" attention, "none"
       nothing. The head is computed again, as it is where it goes in pieces.
     one_pass: as in `learner.make_train_step`; otherwise all of log_pi is computed beforehand.
     adapters_only: the kernels get no gradient; the adapters' own products are not counted.
   """
   tokens = rows * row_tokens
-  head_tokens = rows * (row_tokens - 1)
+  head_tokens = rows * head_row_tokens
   forward = forward_flops(cfg, tokens=tokens, context=row_tokens, head_tokens=head_tokens)
   layers = forward_flops(cfg, tokens=tokens, context=row_tokens, head_tokens=0)
   head = forward - layers
@@ -105,8 +105,8 @@ def train_flops(
 
 
 def train_work(
-  cfg: ModelConfig, *, rows: int, row_tokens: int, micro_batches: int, remat: str, one_pass: bool, adapters_only: bool,
-  optimizer: str, compute_bytes: int, devices: int, fused_attention: bool,
+  cfg: ModelConfig, *, rows: int, row_tokens: int, head_row_tokens: int, micro_batches: int, remat: str, one_pass: bool,
+  adapters_only: bool, optimizer: str, compute_bytes: int, devices: int, fused_attention: bool,
 ) -> Work:
   """One train step on each of `devices` devices that split rows and parameters (FSDP).
 
@@ -116,8 +116,8 @@ def train_work(
   of weights and activations in the computation.
   """
   flops = train_flops(
-    cfg, rows=rows, row_tokens=row_tokens, remat=remat, one_pass=one_pass, adapters_only=adapters_only
-  ) / devices
+    cfg, rows=rows, row_tokens=row_tokens, head_row_tokens=head_row_tokens, remat=remat, one_pass=one_pass,
+    adapters_only=adapters_only) / devices
   passes = 3 + (remat == "full") + (not one_pass)  # over the weights: forward, backward (counts two), again
   params, shard = num_params(cfg), num_params(cfg) / devices
   trained = 0.0 if adapters_only else 1.0
@@ -125,7 +125,7 @@ def train_work(
   update = trained * _OPTIMIZER_PASSES[optimizer] * 4 * shard
   tokens = rows * row_tokens / devices
   activations = passes * tokens * _activation_bytes(cfg, row_tokens, compute_bytes, fused_attention)
-  logits = (3 + (not one_pass)) * 3 * tokens * cfg.num_embeddings * 4
+  logits = (3 + (not one_pass)) * 3 * rows * head_row_tokens / devices * cfg.num_embeddings * 4
   return Work(flops, weights + update + activations + logits)
 
 

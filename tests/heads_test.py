@@ -76,6 +76,29 @@ def test_chunks_change_neither_values_nor_gradients(chunk_tokens):
   jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4), found, expected)
 
 
+@pytest.mark.parametrize("chunk_tokens", [3 * 2, 10**6])
+def test_the_head_at_wanted_tokens_alone_gives_their_values_and_gradients(chunk_tokens):
+  _, cfg, params = both("llama")
+  tokens, positions, segment_ids = batch(4, 12)
+  wanted = np.zeros((4, 12), bool)  # from the first token to be scored, in the middle, to the end; none
+  wanted[0, 1:4] = wanted[1, 5:10] = wanted[2, 8:] = True
+  weights = np.random.default_rng(1).normal(size=(4, 12)).astype(np.float32)
+
+  def loss(params, **which):
+    log_p, entropy = token_logprobs(params, cfg, tokens, positions, segment_ids, temperature=0.7, dtype=jnp.float32,
+                                    chunk_tokens=chunk_tokens, **which)
+    log_p, entropy = (jnp.where(wanted, values, 0.0) for values in (log_p, entropy)) if not which else (log_p, entropy)
+    return (weights * log_p).sum(), (log_p, entropy)
+
+  run = lambda **which: jax.jit(jax.value_and_grad(functools.partial(loss, **which), has_aux=True))(params)
+  expected, found = run(), run(wanted=wanted, most_wanted=5)
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=2e-5), found, expected)
+  assert (np.asarray(found[0][1][0])[wanted] < 0).all()
+  shapes = _shapes(jax.make_jaxpr(functools.partial(loss, wanted=wanted, most_wanted=5))(params).jaxpr)
+  assert max(np.prod(shape) for shape in shapes if VOCAB_SIZE in shape and cfg.hidden_size not in shape) \
+    <= 4 * 5 * VOCAB_SIZE
+
+
 def test_rows_of_the_table_that_are_no_tokens_are_out_of_the_normaliser():
   model, cfg, params = both("llama")
   cfg = dataclasses.replace(cfg, vocab_size=100)

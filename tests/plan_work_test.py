@@ -47,14 +47,14 @@ def fixture_unrolled(monkeypatch):
   monkeypatch.setattr(jax.lax, "map", unrolled_map)
 
 
-def train_step_count(cfg, *, remat, micro_batches, whole_groups, lora=None):
+def train_step_count(cfg, *, remat, micro_batches, whole_groups, most_response_tokens=0, lora=None):
   schedule = optimizers.make_schedule("constant", learning_rate=1.0)
   optimizer = optimizers.make_optimizer("sgd", schedule=schedule, clip_norm=1.0)
   mesh = make_mesh(jax.devices()[:1])
   step = learner.make_train_step(
     cfg, make_loss("tb_vargrad"), optimizer, temperature=1.0, compute_dtype=jnp.float32, remat=remat,
-    micro_batches=micro_batches, chunk_tokens=TOKENS, whole_groups_per_micro_batch=whole_groups, lora=lora,
-    mesh=mesh)
+    micro_batches=micro_batches, chunk_tokens=TOKENS, whole_groups_per_micro_batch=whole_groups,
+    most_response_tokens=most_response_tokens, lora=lora, mesh=mesh)
   base = transformer.abstract_params(cfg)
   trained = base if lora is None else abstract_adapters(cfg, settings=lora)
   state = jax.eval_shape(functools.partial(learner.fresh_state, optimizer=optimizer), trained)
@@ -70,15 +70,24 @@ def train_step_count(cfg, *, remat, micro_batches, whole_groups, lora=None):
 def test_train_step(unrolled, cfg, remat, micro_batches, whole_groups):
   found = train_step_count(cfg, remat=remat, micro_batches=micro_batches, whole_groups=whole_groups)
   formula = work.train_flops(
-    cfg, rows=ROWS, row_tokens=TOKENS, remat=remat, one_pass=micro_batches == 1 or whole_groups, adapters_only=False)
+    cfg, rows=ROWS, row_tokens=TOKENS, head_row_tokens=TOKENS - 1, remat=remat,
+    one_pass=micro_batches == 1 or whole_groups, adapters_only=False)
   # What is elementwise comes on top: little, but for the error function in NeoX's activation.
   assert 1 - (0.07 if cfg is NEOX else 0.03) < formula / found < 1
+
+
+def test_train_step_with_the_head_at_responses_alone(unrolled):
+  found = train_step_count(LLAMA, remat="full", micro_batches=2, whole_groups=True, most_response_tokens=TOKENS // 4)
+  formula = functools.partial(
+    work.train_flops, LLAMA, rows=ROWS, row_tokens=TOKENS, remat="full", one_pass=True, adapters_only=False)
+  assert 0.97 < formula(head_row_tokens=TOKENS // 4) / found < 1 and formula(head_row_tokens=TOKENS - 1) / found > 1.1
 
 
 def test_train_step_of_adapters(unrolled):
   lora = LoraSettings(pattern="layers/attn/[qv]", rank=2, alpha=4.0)
   found = train_step_count(LLAMA, remat="full", micro_batches=1, whole_groups=True, lora=lora)
-  formula = work.train_flops(LLAMA, rows=ROWS, row_tokens=TOKENS, remat="full", one_pass=True, adapters_only=True)
+  formula = work.train_flops(
+    LLAMA, rows=ROWS, row_tokens=TOKENS, head_row_tokens=TOKENS - 1, remat="full", one_pass=True, adapters_only=True)
   assert formula == pytest.approx(found, rel=0.1), formula / found
 
 

@@ -16,7 +16,7 @@ from configs import quickstart
 from experiments.rivals import ours
 from experiments.rivals.stopwatch import Stopwatch
 from tba_jax import config as config_lib
-from tba_jax import learner, optimizers
+from tba_jax import host_memory, learner, optimizers
 from tba_jax import train
 from tba_jax.losses.registry import make_loss
 from tba_jax.replay.collate import collate
@@ -40,14 +40,20 @@ def make_batch(data: dict[str, Any]) -> Batch:
 
 
 class System(ours.System):
-  """Adds the train step to what the sampler's benchmark uses."""
+  """Adds the train step to what the sampler's benchmark uses. Freed memory is kept, as `tba_jax.main` does on CPUs."""
 
   def __init__(self):
+    host_memory.keep_freed_memory()
     super().__init__()
     self._step, self._state, self._batch, self._beta = None, None, None, 0.0
 
-  def prepare_learner(self, data: dict[str, Any], settings: dict[str, float], micro_batches: int) -> list[float]:
-    """Compiles the train step for the batch, once; CPU seconds. The state is that before the first update."""
+  def prepare_learner(
+    self, data: dict[str, Any], settings: dict[str, float], micro_batches: int, whole_rows: bool
+  ) -> list[float]:
+    """Compiles the train step for the batch, once; CPU seconds. The state is that before the first update.
+
+    `whole_rows`: log-probabilities of prompts, too (all but the first token); else of responses alone, as in a run.
+    """
     optimizer = optimizers.make_optimizer(
       "adamw", schedule=optimizers.make_schedule("constant", learning_rate=settings["learning_rate"]),
       clip_norm=settings["clip_norm"], b1=settings["b1"], b2=settings["b2"], eps=settings["eps"],
@@ -55,6 +61,7 @@ class System(ours.System):
     step = learner.make_train_step(
       self._cfg, make_loss("tb_vargrad"), optimizer, temperature=1.0, compute_dtype=jnp.float32, remat="none",
       micro_batches=micro_batches, chunk_tokens=settings["chunk_tokens"], whole_groups_per_micro_batch=True,
+      most_response_tokens=0 if whole_rows else len(data["responses"][0]),
     )
     self._state = learner.init_train_state(jax.tree.map(jnp.copy, self._params), optimizer)
     self._batch, self._beta = make_batch(data), jnp.float32(settings["beta"])

@@ -21,7 +21,7 @@ NOT_A_TOKEN = -1e30
 
 def token_logprobs(params: Params, cfg: ModelConfig, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array, *,
                    temperature: float | jax.Array, dtype: jax.typing.DTypeLike, remat: str = "none",
-                   chunk_tokens: int = 1024,
+                   chunk_tokens: int = 1024, wanted: jax.Array | None = None, most_wanted: int = 0,
                    backend: str = "xla", mesh: Mesh | None = None,
                    constrain: Callable[[jax.Array], jax.Array] | None = None) -> tuple[jax.Array, ...]:
   """Log-probability of every token given those before it in its segment, and the entropy of its distribution.
@@ -34,9 +34,11 @@ def token_logprobs(params: Params, cfg: ModelConfig, tokens: jax.Array, position
       `hidden_states`; the tokens of a segment are adjacent.
     temperature: > 0. dtype, remat, backend, mesh, constrain: as in `hidden_states`.
     chunk_tokens: about how many tokens' logits (f32, V each) exist at once, over all rows.
+    wanted: bool [B, T], adjacent tokens of each row, at most `most_wanted` of them: the head runs for these alone, and
+      others score 0. None: all tokens.
   Returns: (log_p, entropy), float32 [B, T] in nats, aligned with the token that is scored; 0 at the first token of a
-    segment and at padding. The entropy is a measurement: it takes no gradient, which would cost a step passes over the
-    logits. With a scalar head (log_p, entropy, scalar): entry t of that is read off the hidden state that token t is
+    segment, at padding and at what is not wanted. The entropy is a measurement: it takes no gradient, which would cost
+    a step passes over the logits. With a scalar head (log_p, entropy, scalar): entry t of that is read off the hidden state that token t is
     predicted from, so it knows the tokens before it and no more.
   """
   hidden = hidden_states(
@@ -47,12 +49,28 @@ def token_logprobs(params: Params, cfg: ModelConfig, tokens: jax.Array, position
   head = {name: params[name] for name in ("embed", "lm_head") if name in params}
   run = functools.partial(
     _chunked_head, cfg=cfg, temperature=temperature, size=max(1, chunk_tokens // tokens.shape[0]))
+  rows = (hidden[:, :-1], tokens[:, 1:])
+  if wanted is not None and most_wanted < tokens.shape[1] - 1:
+    run, rows = functools.partial(_in_window, run, size=most_wanted), (*rows, wanted[:, 1:])
   if tokens.shape[0] % sharding.num_batch_shards(mesh) == 0:
     run = sharding.by_rows(mesh, run)
-  log_p, entropy = run(head, hidden[:, :-1], tokens[:, 1:])
+  of_head = scored if wanted is None else scored & wanted[:, 1:]
+  log_p, entropy = (jnp.where(of_head, values, 0.0) for values in run(head, *rows))
   scalar = (read_scalar(params[SCALAR_HEAD], hidden[:, :-1]),) if SCALAR_HEAD in params else ()
-  first = ((0, 0), (1, 0))
-  return tuple(jnp.pad(jnp.where(scored, values, 0.0), first) for values in (log_p, entropy, *scalar))
+  scalar = tuple(jnp.where(scored, values, 0.0) for values in scalar)
+  return tuple(jnp.pad(values, ((0, 0), (1, 0))) for values in (log_p, entropy, *scalar))
+
+
+def _in_window(run: Callable[..., tuple[jax.Array, jax.Array]], head: Params, hidden: jax.Array, targets: jax.Array,
+               wanted: jax.Array, *, size: int) -> tuple[jax.Array, jax.Array]:
+  """run(head, hidden, targets) at those `size` adjacent positions of each row that hold all that is wanted in it, and 0
+  elsewhere."""
+  length = targets.shape[1]
+  first = jnp.minimum(jnp.argmax(wanted, axis=1), length - size)
+  take = jax.vmap(functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=size))
+  put = jax.vmap(lambda values, at: jax.lax.dynamic_update_slice_in_dim(jnp.zeros(length), values, at, 0))
+  log_p, entropy = run(head, take(hidden, first), take(targets, first))
+  return put(log_p, first), put(entropy, first)
 
 
 def _chunked_head(head: Params, hidden: jax.Array, targets: jax.Array, *, cfg: ModelConfig,

@@ -6,6 +6,7 @@ A block does not know whether it trains, prefills or decodes: `attend(q, k, v)`,
 from __future__ import annotations
 
 from collections.abc import Callable
+import math
 from typing import Any
 
 from flax import nnx
@@ -69,10 +70,15 @@ class Linear(nnx.Module):
     self.lora_a, self.lora_b, self.adapted = nnx.Param(jnp.zeros(())), nnx.Param(jnp.zeros(())), True
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    y = jnp.tensordot(x, self.kernel[...].astype(x.dtype), axes=self.num_in)
+    kernel = self.kernel[...].astype(x.dtype)
+    batch, out = x.shape[: x.ndim - self.num_in], kernel.shape[self.num_in :]
+    # Of matrices: with more axes XLA:CPU copies the operands of the kernel's gradient into other layouts.
+    x = x.reshape(-1, math.prod(x.shape[len(batch) :]))
+    y = x @ kernel.reshape(x.shape[1], -1)
     if self.adapted:
-      inner = jnp.tensordot(x, self.lora_a[...].astype(x.dtype), axes=self.num_in)
-      y = y + jnp.tensordot(inner, self.lora_b[...].astype(x.dtype), axes=1)
+      lora_a, lora_b = self.lora_a[...].astype(x.dtype), self.lora_b[...].astype(x.dtype)
+      y = y + (x @ lora_a.reshape(x.shape[1], -1)) @ lora_b.reshape(lora_b.shape[0], -1)
+    y = y.reshape(*batch, *out)
     return y + self.bias[...].astype(x.dtype) if self.use_bias else y
 
 

@@ -120,10 +120,11 @@ def predict(
   if load.packing:  # micro-batches that stay empty are not computed
     tokens = load.prompts_per_step * load.responses_per_prompt * (load.mean_prompt_tokens + load.mean_response_tokens)
     num_parts = min(num_parts, math.ceil(tokens / (part_rows * load.step_tokens)))
+  head_row_tokens = load.step_tokens - 1 if load.packing else min(load.max_new_tokens, load.step_tokens - 1)
   step_work = train_work(
-    cfg, rows=num_parts * part_rows, row_tokens=load.step_tokens, micro_batches=num_parts, remat=load.remat,
-    one_pass=load.one_pass, adapters_only=load.adapters_only, optimizer=load.optimizer,
-    compute_bytes=load.compute_bytes, devices=trainer, fused_attention=False,
+    cfg, rows=num_parts * part_rows, row_tokens=load.step_tokens, head_row_tokens=head_row_tokens,
+    micro_batches=num_parts, remat=load.remat, one_pass=load.one_pass, adapters_only=load.adapters_only,
+    optimizer=load.optimizer, compute_bytes=load.compute_bytes, devices=trainer, fused_attention=False,
   )
   token_work = decode_work(
     cfg, slots=load.slots, kv_length=load.kv_length, cache_length=load.cache_length, chunk_tokens=load.chunk_tokens,
