@@ -156,7 +156,7 @@ def one_round(
 def whole_steps(bench: Bench, case: str) -> None:
   """run: sample, reward, score, train, over and over."""
   _, folder = bench.load("S")
-  settings = {**SETTINGS, "prompts": 8, "samples": 4, "new_tokens": 32, "micro_batches": 8, "chunk_tokens": 8,
+  settings = {**SETTINGS, "prompts": 8, "samples": 4, "new_tokens": 32, "micro_batches": 2, "chunk_tokens": 16,
               "num_train_prompts": 256}
   steps = 12
   if bench.args.quick:

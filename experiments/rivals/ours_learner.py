@@ -90,7 +90,8 @@ class System(ours.System):
     """A whole run in mode `sync`; the median of the seconds from one step's end to the next, and those until the first.
     """
     with tempfile.TemporaryDirectory() as workdir:
-      config = run_config(folder, settings, steps=steps)
+      prompts = self.task_prompts(settings["num_train_prompts"])
+      config = run_config(folder, settings, steps=steps, longest_prompt=max(map(len, prompts)))
       began = time.perf_counter()
       code = train.run(config, workdir)
       assert code == 0, code
@@ -102,7 +103,7 @@ class System(ours.System):
     }
 
 
-def run_config(folder: str, settings: dict[str, Any], *, steps: int) -> Any:
+def run_config(folder: str, settings: dict[str, Any], *, steps: int, longest_prompt: int) -> Any:
   """The quickstart's config with another model and sizes, in mode sync, with neither evaluation nor checkpoints."""
   config = quickstart.get_config().unlock()
   prompts, responses, new = settings["prompts"], settings["samples"], settings["new_tokens"]
@@ -111,7 +112,7 @@ def run_config(folder: str, settings: dict[str, Any], *, steps: int) -> Any:
   config.sft.steps = 0
   config.train.update(
     steps=steps, prompts_per_step=prompts, responses_per_prompt=responses, learning_rate=settings["learning_rate"],
-    warmup_steps=0, micro_batches=settings["micro_batches"], length_buckets=(MAX_PROMPT_TOKENS + new,),
+    warmup_steps=0, micro_batches=settings["micro_batches"], length_buckets=(longest_prompt + new, MAX_PROMPT_TOKENS + new),
   )
   config.sample.update(
     responses_per_prompt=responses, max_new_tokens=new, slots=prompts * responses,
