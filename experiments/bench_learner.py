@@ -12,8 +12,8 @@ then the loss and the gradient's norm of every step timed.
     run       S: seconds of a whole step of `tba_jax.main` in mode `sync` (sample 8 prompts x 4 of 32 tokens, reward,
               reference, train) against TRL's GRPOTrainer on the same prompts (17 or 18 tokens), both with a reference
 
-In the round "equal" all systems compute log-probabilities and entropies of all tokens ("tunix" entropies of the responses'
-tokens, as its GRPO does). In the round "cheapest": ours and "TRL, responses" score responses alone, as both
+In the round "equal" all systems compute log-probabilities and entropies of all tokens ("tunix" entropies of the
+responses' tokens, as its GRPO does). In the round "cheapest" ours and "TRL, responses" score responses alone, as both
 do in a run; "tunix, no entropy" leaves the entropy out, logits it always computes for all tokens.
 
 limit_fraction is the time that the core's measured peak allows for 6 FLOPs per weight and token, and attention, over

@@ -29,7 +29,8 @@ def keep_freed_memory() -> bool:
 
   A program of XLA:CPU allocates its temporaries anew in every call. By itself glibc gives such blocks back to the
   kernel, and each page is then fetched and cleared again: 730,000 times in a step of 3 GB. The process stays as large
-  as it once was, or until `give_back`. For all threads it must be called before there are any, so before jax looks for devices.
+  as it once was, or until `give_back`. For all threads it must be called before there are any, so before jax looks for
+  devices.
   """
   set_option = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
   return set_option is not None and all([set_option(option, value) == 1 for option, value in _OPTIONS.values()])

@@ -80,7 +80,7 @@ def test_train_step_with_the_head_at_responses_alone(unrolled):
   found = train_step_count(LLAMA, remat="full", micro_batches=2, whole_groups=True, most_response_tokens=TOKENS // 4)
   formula = functools.partial(
     work.train_flops, LLAMA, rows=ROWS, row_tokens=TOKENS, remat="full", one_pass=True, adapters_only=False)
-  assert 0.97 < formula(head_row_tokens=TOKENS // 4) / found < 1 and formula(head_row_tokens=TOKENS - 1) / found > 1.1
+  assert 0.97 < formula(head_row_tokens=TOKENS // 4) / found < 1 and formula(head_row_tokens=TOKENS - 1) / found > 1.05
 
 
 def test_train_step_of_adapters(unrolled):

@@ -65,7 +65,8 @@ def _responses(task, texts):
 
 def test_the_victims_answers_are_likely_under_it_and_depend_on_the_attack_alone():
   cfg, params, tokenizer = _decoder()
-  victim = Victim(cfg, transformer.unstack(params), tokenizer, jax.devices()[0], settings=VICTIM, dtype=jnp.float32, seed=1)
+  victim = Victim(
+    cfg, transformer.unstack(params), tokenizer, jax.devices()[0], settings=VICTIM, dtype=jnp.float32, seed=1)
   attacks = ["one?", "two", "one?", "x" * 40]
   found = victim(attacks)
   assert found[3] is None and [len(answers) for answers in found[:3]] == [3, 3, 3]  # too long a prompt is not asked
@@ -93,7 +94,8 @@ def test_a_victim_over_a_mesh_answers_the_same():
   mesh = sharding.make_mesh(jax.devices()[:2], fsdp=1, tensor=2)
   spread = jax.tree_util.tree_map_with_path(
     lambda path, leaf: redteam.put_beside(mesh)(tuple(p.key for p in path), leaf), params)
-  together = Victim(cfg, jax.jit(transformer.unstack)(spread), tokenizer, mesh, settings=VICTIM, dtype=jnp.float32, seed=1)
+  together = Victim(
+    cfg, jax.jit(transformer.unstack)(spread), tokenizer, mesh, settings=VICTIM, dtype=jnp.float32, seed=1)
   assert together(["two"]) == alone(["two"])
 
 

@@ -112,7 +112,8 @@ def run_config(folder: str, settings: dict[str, Any], *, steps: int, longest_pro
   config.sft.steps = 0
   config.train.update(
     steps=steps, prompts_per_step=prompts, responses_per_prompt=responses, learning_rate=settings["learning_rate"],
-    warmup_steps=0, micro_batches=settings["micro_batches"], length_buckets=(longest_prompt + new, MAX_PROMPT_TOKENS + new),
+    warmup_steps=0, micro_batches=settings["micro_batches"],
+    length_buckets=(longest_prompt + new, MAX_PROMPT_TOKENS + new),
   )
   config.sample.update(
     responses_per_prompt=responses, max_new_tokens=new, slots=prompts * responses,

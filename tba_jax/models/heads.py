@@ -38,8 +38,8 @@ def token_logprobs(params: Params, cfg: ModelConfig, tokens: jax.Array, position
       others score 0. None: all tokens.
   Returns: (log_p, entropy), float32 [B, T] in nats, aligned with the token that is scored; 0 at the first token of a
     segment, at padding and at what is not wanted. The entropy is a measurement: it takes no gradient, which would cost
-    a step passes over the logits. With a scalar head (log_p, entropy, scalar): entry t of that is read off the hidden state that token t is
-    predicted from, so it knows the tokens before it and no more.
+    a step passes over the logits. With a scalar head (log_p, entropy, scalar): entry t of that is read off the hidden
+    state that token t is predicted from, so it knows the tokens before it and no more.
   """
   hidden = hidden_states(
     params, cfg, tokens, positions, segment_ids, dtype=dtype, remat=remat, backend=backend, mesh=mesh,
