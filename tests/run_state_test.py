@@ -88,17 +88,17 @@ def test_saved_state_does_not_change_when_the_trainer_donates_its_buffers(tmp_pa
 
 
 def test_a_written_checkpoint_leaves_no_copy_of_the_state(tmp_path):
+
+  def num_arrays():  # of the shapes of _state; what other tests left may go meanwhile
+    gc.collect()
+    return sum(not array.is_deleted() and array.shape in ((5, 3), (2, 4)) for array in jax.live_arrays())
+
   state, snapshot = run_state.RunState(tmp_path, keep=1), _snapshot(1)
-  _save(state, dataclasses.replace(snapshot, step=0))  # compiles, and makes what is made once
-  gc.collect()
-  kept = len(jax.live_arrays())
-  missing = dict(snapshot.buffer, token_rows=np.zeros(0, np.int64),
-                 **{name: snapshot.buffer[name][:0] for name in run_state.SEGMENT_COLUMNS})
-  state.save(dataclasses.replace(snapshot, buffer=missing))
+  before = num_arrays()
+  state.save(dataclasses.replace(snapshot, buffer={}))
   state._writing.thread.join(60)
   assert not state._writing.thread.is_alive()
-  gc.collect()
-  assert len(jax.live_arrays()) == kept
+  assert num_arrays() <= before
   state.close()
 
 
