@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from ml_collections import ConfigDict
 
 from tba_jax import config as config_lib
-from tba_jax import learner, metrics, optimizers, placement, sharding, supervised
+from tba_jax import build_sft, learner, metrics, optimizers, placement, sharding
 from tba_jax.checkpoints.huggingface import load_model
 from tba_jax.checkpoints.model_folder import read_model_folder, save_model_folder
 from tba_jax.checkpoints.run_state import RunState
@@ -29,12 +29,13 @@ from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.replay.collate import round_up
 from tba_jax.replay.flow import PromptLedger
 from tba_jax.runtime.exchange import Exchange
+from tba_jax.runtime.lead import Lead
 from tba_jax.runtime.reference import Reference
 from tba_jax.runtime.settings import RunSettings, StopFlag
 from tba_jax.runtime.trainer import Trainer
 from tba_jax.sampling.engine import Engine
 from tba_jax.searcher import SampleSettings, Searcher, cast, make_decode_layout_scorer
-from tba_jax.searcher_places import make_weight_store, place_searcher
+from tba_jax.searcher_places import copy_of_adapters, make_convert, make_weight_store, place_searcher
 from tba_jax.tasks import registry
 from tba_jax.tasks.base import Task, TaskSettings, make_reward
 from tba_jax.tokenizer import Tokenizer
@@ -96,25 +97,28 @@ def extra_models(config: ConfigDict) -> tuple[placement.Beside, ...]:
 
 
 def build_model_and_task(
-    config: ConfigDict, folder: pathlib.Path, mesh: Mesh, run_state: RunState, stop: StopFlag
+    config: ConfigDict, folder: pathlib.Path, mesh: Mesh, run_state: RunState, stop: StopFlag, lead: Lead | None = None
 ) -> tuple[ModelConfig, Task, Any] | None:
-  """The model, the task, and parameters of version 0 on the trainer's mesh. None if fine-tuning was stopped."""
+  """The model, the task, and parameters of version 0 on the trainer's mesh. None if fine-tuning was stopped.
+
+  `lead`: None where the mesh is this process's."""
   model_folder, lora, dtype = folder / "model", lora_settings(config), param_dtype(config)
   if run_state.has_initial():
     with as_config_error(str(model_folder)):
       cfg, tokenizer = read_model_folder(model_folder)
     task = make_task(config, tokenizer)
-    abstract = transformer.abstract_params(cfg, dtype)
-    params = run_state.load_initial(jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract,
-        sharding.param_shardings(abstract, mesh)))
-    return cfg, task, params
+    if lead is not None:
+      lead.expect_params(cfg, dtype)
+    return cfg, task, run_state.load_initial(abstract_params(cfg, dtype, mesh))
   # Fine-tuning trains every parameter, whatever is frozen afterwards.
   first_dtype = jnp.float32 if config.sft.steps else dtype
   if config.model.path:
     say(f"loading {config.model.path}")
-    put = lambda path, array: jax.device_put(
-        array, NamedSharding(mesh, sharding.param_spec("/".join(path), array.shape, mesh)))
+    where = lambda name, shape: NamedSharding(mesh, sharding.param_spec(name, shape, mesh))
+    put = lambda path, array: jax.device_put(array, where("/".join(path), array.shape))
+    if lead is not None:
+      lead.expect_params(model_config(config), first_dtype)
+      put = lambda path, array: lead.put("params", "/".join(path), array, where("/".join(path), array.shape))
     with as_config_error("model.path"):
       cfg, params, tokenizer = load_model(
           config.model.path, dtype=first_dtype, put=put, on_progress=metrics.bytes_bar("loading"))
@@ -123,19 +127,35 @@ def build_model_and_task(
     task = make_task(config, None)
     tokenizer = task.tokenizer
     cfg = new_model_config(**config.model.architecture, vocab_size=tokenizer.vocab_size)
-    layout = sharding.param_shardings(transformer.abstract_params(cfg, first_dtype), mesh)
+    like = abstract_params(cfg, first_dtype, mesh)
     create = functools.partial(transformer.init_params, cfg, dtype=first_dtype)
-    params = jax.jit(create, out_shardings=layout)(jax.random.key(config.seed))
+    if lead is None:
+      layout = jax.tree.map(lambda leaf: leaf.sharding, like)
+      params = jax.jit(create, out_shardings=layout)(jax.random.key(config.seed))
+    else:
+      lead.expect_params(cfg, first_dtype)
+      params = lead.place("params", jax.device_get(jax.jit(create)(jax.random.key(config.seed))), like)
   _check_model(config, cfg)
   save_model_folder(model_folder, cfg, tokenizer, lora)
   if config.sft.steps:
-    params = _fine_tune(config, cfg, task, params, mesh, folder, stop)
+    params = build_sft.fine_tune(config, cfg, task, params, mesh, folder, stop, lead)
     if params is None:
       return None
-    if lora is not None:
-      params = cast(params, dtype=dtype)
+    params = after_fine_tuning(config, params)
   run_state.save_initial(params)
   return cfg, task, params
+
+
+def abstract_params(cfg: ModelConfig, dtype: Any, mesh: Mesh) -> Any:
+  """Shapes, dtypes and shardings of parameters on the trainer's mesh."""
+  abstract = transformer.abstract_params(cfg, dtype)
+  return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract,
+                      sharding.param_shardings(abstract, mesh))
+
+
+def after_fine_tuning(config: ConfigDict, params: Any) -> Any:
+  """Fine-tuned parameters as version 0: in the dtype of a frozen base where adapters are trained."""
+  return params if lora_settings(config) is None else cast(params, dtype=param_dtype(config))
 
 
 def make_task(config: ConfigDict, tokenizer: Tokenizer | None) -> Task:
@@ -161,36 +181,6 @@ def lora_settings(config: ConfigDict) -> LoraSettings | None:
 def param_dtype(config: ConfigDict) -> Any:
   """Of the parameters of version 0: the dtype that they are trained in, or that a frozen base is computed with."""
   return jnp.dtype(config.train.compute_dtype if config.lora.pattern else config.train.param_dtype)
-
-
-def _fine_tune(
-    config: ConfigDict, cfg: ModelConfig, task: Task, params: Any, mesh: Mesh, folder: pathlib.Path, stop: StopFlag
-) -> Any | None:
-  """Supervised fine-tuning of fresh parameters; None if it was stopped."""
-  sft, train = config.sft, config.train
-  schedule = optimizers.make_schedule(
-      "cosine", learning_rate=sft.learning_rate, warmup_steps=sft.warmup_steps,
-      decay_steps=sft.steps - sft.warmup_steps)
-  optimizer = optimizers.make_optimizer("adamw", schedule=schedule, clip_norm=1.0, b1=train.b1, b2=train.b2,
-                                        eps=train.eps)
-  step = learner.make_train_step(
-      cfg, make_loss("sft"), optimizer, temperature=1.0, compute_dtype=jnp.dtype(train.compute_dtype),
-      remat=train.remat, micro_batches=sft.micro_batches, chunk_tokens=train.head_chunk_tokens,
-      whole_groups_per_micro_batch=True, backend=train.attention, mesh=mesh)
-  state = learner.init_train_state(params, optimizer, mesh=mesh)
-  examples = task.sft_examples()[: sft.num_examples]
-  run_state = RunState(folder / "fine_tuning", keep=1)
-  bar = metrics.StageProgress("fine-tuning", sft.steps)
-  try:
-    state = supervised.fine_tune(
-        state, examples, step=step, placement=sharding.batch_sharding(mesh), steps=sft.steps, batch_size=sft.batch_size,
-        row_multiple=sft.micro_batches * sharding.num_batch_shards(mesh), length_buckets=train.length_buckets,
-        seed=config.seed, run_state=run_state, save_every_steps=config.checkpoint.every_steps, stopped=stop.is_set,
-        on_step=lambda done, loss: bar.update(done, f"loss {loss:.3f}"))
-  finally:
-    bar.close()
-    run_state.close()
-  return None if state is None else state.params
 
 
 # --- Searchers ---
@@ -282,9 +272,16 @@ def make_scorer(config: ConfigDict, cfg: ModelConfig, mesh: Mesh | None) -> Call
       chunk_tokens=train.head_chunk_tokens, rows_at_once=rows_at_once, backend=train.attention, mesh=mesh)
 
 
-def placements(config: ConfigDict, cfg: ModelConfig, devices: Sequence[jax.Device]) -> list[placement.Placement]:
-  """What stays on which device during a run, in bytes."""
-  asked = config_lib.device_counts(config, num_devices=len(devices))
+def make_publish(config: ConfigDict) -> Callable[[Any], Any]:
+  """What the trainer runs to publish: parameters in the decode layout, or adapters; jitted."""
+  return make_convert(jnp.dtype(config.sample.dtype)) if lora_settings(config) is None else copy_of_adapters()
+
+
+def placements(
+    config: ConfigDict, cfg: ModelConfig, devices: Sequence[jax.Device], *, num_processes: int = 1
+) -> list[placement.Placement]:
+  """What stays on which device during a run, in bytes. `num_processes`: that the devices, all of them, belong to."""
+  asked = config_lib.device_counts(config, num_devices=len(devices) // num_processes, num_processes=num_processes)
   return placement.placements(
       cfg, devices, trainer=asked.trainer,
       searchers=0 if config.runtime.backend == "ray" else asked.searchers, per_searcher=asked.per_searcher,
@@ -295,12 +292,12 @@ def placements(config: ConfigDict, cfg: ModelConfig, devices: Sequence[jax.Devic
       buffer_capacity=config.buffer.capacity, lora=lora_settings(config),
       reference_moves=config.reference.reset_every_steps > 0, reference_average=config.reference.ema_decay > 0,
       beside=extra_models(config), with_head=get_loss(config.loss.name).needs_head,
-      with_advantages=has_advantages(config))
+      with_advantages=has_advantages(config), num_processes=num_processes)
 
 
-def check_memory(config: ConfigDict, cfg: ModelConfig, devices: Sequence[jax.Device]) -> None:
+def check_memory(config: ConfigDict, cfg: ModelConfig, devices: Sequence[jax.Device], *, num_processes: int) -> None:
   """Says what stays on the devices during a run. Raises: ConfigError if it is more than they have."""
-  placed = placements(config, cfg, devices)
+  placed = placements(config, cfg, devices, num_processes=num_processes)
   say(placement.summary(placed))
   refuse_overflow(placed, devices)
 
@@ -348,8 +345,12 @@ def whole_groups_per_micro_batch(config: ConfigDict) -> bool:
   return not train.packing and rows // train.micro_batches % train.responses_per_prompt == 0
 
 
-def build_trainer(config: ConfigDict, cfg: ModelConfig, params: Any, mesh: Mesh, folder: pathlib.Path) -> Trainer:
-  """The trainer on its mesh, from version 0; with LoRA it trains fresh adapters and `params` stay as they are."""
+def build_trainer(
+    config: ConfigDict, cfg: ModelConfig, params: Any, mesh: Mesh, folder: pathlib.Path, *,
+    make: Callable[..., Trainer] = Trainer,
+) -> Trainer:
+  """The trainer on its mesh, from version 0; with LoRA it trains fresh adapters and `params` stay as they are. `make`:
+  another class."""
   train, lora = config.train, lora_settings(config)
   step, optimizer = make_step(config, cfg, mesh)
   beta_at_update = functools.partial(
@@ -362,7 +363,7 @@ def build_trainer(config: ConfigDict, cfg: ModelConfig, params: Any, mesh: Mesh,
   head = learner.make_head(config.loss.name, learning_rate=config.loss.head_learning_rate)
   head_params = scalar_head.init_scalar_head(cfg, jax.random.fold_in(jax.random.key(config.seed), 2)) if head else ()
   state: TrainState = learner.init_train_state(params, optimizer, mesh=mesh, head=head, head_params=head_params)
-  return Trainer(
+  return make(
       state=state, step=step, beta_at_update=beta_at_update, tempering_at_update=tempering(config).at,
       placement=sharding.batch_sharding(mesh, with_advantages=has_advantages(config)),
       row_multiple=train.micro_batches * sharding.num_batch_shards(mesh), length_buckets=train.length_buckets,

@@ -24,7 +24,7 @@ from tba_jax.runtime.parcels import pack, unpack
 from tba_jax.runtime.reference import Reference
 from tba_jax.runtime.remote import Connection, Put, RemoteSearcher, SharedReference, SharedWeightStore
 from tba_jax.searcher import Searcher, cast
-from tba_jax.searcher_places import copy_of_adapters, make_convert, place_searcher
+from tba_jax.searcher_places import place_searcher
 from tba_jax.tasks.base import Task
 from tba_jax.types import Prompt
 from tba_jax.weights import WeightStore
@@ -97,8 +97,7 @@ def build_remote_searchers(
   sent = SentWeights(0, pack(jax.device_get(reference), put))
   del reference
   weights = SharedWeightStore(
-      make_convert(jnp.dtype(config.sample.dtype)) if lora is None else copy_of_adapters(),
-      device=_host_device(), put=put, timeout_secs=config.runtime.hang_secs)
+      build.make_publish(config), device=_host_device(), put=put, timeout_secs=config.runtime.hang_secs)
   files = {path.name: path.read_bytes() for path in sorted((folder / "model").iterdir()) if path.is_file()}
   spec = HostSpec(config.to_dict(), 0, files, checksum_of_prompts(task))
   connections: dict[int, Connection] = {}

@@ -104,25 +104,40 @@ def resolve_devices(*, trainer: int, searchers: int, per_searcher: int, share: b
   return DeviceCounts(trainer, searchers, per_searcher, False)
 
 
-def device_counts(config: Mapping[str, Any], *, num_devices: int) -> DeviceCounts:
+def device_counts(config: Mapping[str, Any], *, num_devices: int, num_processes: int = 1) -> DeviceCounts:
   """`resolve_devices` of a config. With runtime.backend=ray this process has the trainer alone, on all devices unless
-  devices.trainer says otherwise, and `searchers` of `per_searcher` devices are elsewhere."""
+  devices.trainer says otherwise, and `searchers` of `per_searcher` devices are elsewhere.
+
+  Args:
+    num_devices: of each process.
+    num_processes: that the trainer's mesh spans, with as many devices of each; the trainer's count is of all of them.
+  """
   devices = {name: config["devices"][name] for name in ("trainer", "searchers", "per_searcher", "share")}
+  if devices["trainer"] % num_processes:
+    raise ValueError(f"devices.trainer={devices['trainer']} must be a multiple of --num_processes={num_processes}: "
+                     "each process has an equal part of the trainer's mesh")
+  devices["trainer"] //= num_processes
   if config["runtime"]["backend"] != "ray":
-    return resolve_devices(**devices, num_devices=num_devices)
+    try:
+      counts = resolve_devices(**devices, num_devices=num_devices)
+    except ValueError as error:
+      raise ValueError(f"in each of {num_processes} processes: {error}" if num_processes > 1 else str(error)) from None
+    return counts._replace(trainer=counts.trainer * num_processes)
   trainer = devices["trainer"] or num_devices
   if trainer > num_devices:
-    raise ValueError(f"devices.trainer={trainer} is more than the {num_devices} devices of this process, which has "
-                     "the trainer alone with runtime.backend=ray; lower it (0: all there are)")
-  return DeviceCounts(trainer, devices["searchers"], devices["per_searcher"] or 1, False)
+    raise ValueError(f"devices.trainer={trainer * num_processes} is more than the {num_devices * num_processes} "
+                     f"devices of {'this process' if num_processes == 1 else f'{num_processes} processes'}, which has the "
+                     "trainer alone with runtime.backend=ray; lower it (0: all there are)")
+  return DeviceCounts(trainer * num_processes, devices["searchers"], devices["per_searcher"] or 1, False)
 
 
-def num_virtual_devices(devices: Mapping[str, Any], *, backend: str = "local") -> int:
+def num_virtual_devices(devices: Mapping[str, Any], *, backend: str = "local", num_processes: int = 1) -> int:
   """CPU devices to make in this process for explicit counts; 0 where a count is automatic: what exists is split then.
   """
-  if backend == "ray":
-    return devices["trainer"]
   trainer, searchers, per_searcher = devices["trainer"], devices["searchers"], devices["per_searcher"]
+  trainer = -(-trainer // num_processes)
+  if backend == "ray":
+    return trainer
   if not (trainer and searchers):
     return 0
   return max(trainer, per_searcher) if devices["share"] else trainer + searchers * (per_searcher or 1)
@@ -161,12 +176,19 @@ def _check_replay(c: Mapping[str, Any]) -> Iterator[str]:
       yield f"{name}={ours.get(name)!r} must be {theirs.get(name)!r}, as in runtime.replay_order={source!r}; set it"
 
 
-def _check_devices(c: Mapping[str, Any], num_devices: int, platform: str) -> Iterator[str]:
+def _check_processes(c: Mapping[str, Any], num_processes: int) -> Iterator[str]:
+  if num_processes > 1 and c["reference.reset_every_steps"]:
+    yield (f"reference.reset_every_steps={c['reference.reset_every_steps']} needs a trainer of one process: a "
+           f"reference that moves is not spread over --num_processes={num_processes}; set it to 0, or use one process")
+
+
+def _check_devices(c: Mapping[str, Any], num_devices: int, platform: str, num_processes: int) -> Iterator[str]:
   names = ("trainer", "searchers", "per_searcher", "share")
   try:
     devices = {name: c[f"devices.{name}"] for name in names}
     runtime = {"backend": c["runtime.backend"]}
-    counts = device_counts({"devices": devices, "runtime": runtime}, num_devices=num_devices)
+    counts = device_counts({"devices": devices, "runtime": runtime}, num_devices=num_devices,
+                           num_processes=num_processes)
   except ValueError as error:
     yield f"{error} (platform {platform})"
     return
@@ -178,13 +200,14 @@ def _check_devices(c: Mapping[str, Any], num_devices: int, platform: str) -> Ite
            "micro-batches, or train.packing=True")
 
 
-def validate(config: Mapping[str, Any], *, num_devices: int, platform: str) -> None:
+def validate(config: Mapping[str, Any], *, num_devices: int, platform: str, num_processes: int = 1) -> None:
   """Checks every key, then what keys must agree on; needs no device work and compiles nothing.
 
   Args:
     config: ConfigDict or nested mapping.
-    num_devices: devices that exist.
+    num_devices: devices that exist, in each process.
     platform: their kind, as jax.default_backend() names it.
+    num_processes: that the trainer's mesh spans.
 
   Raises:
     ConfigError: all mistakes, one line each: name, value found, rule, way out.
@@ -193,7 +216,8 @@ def validate(config: Mapping[str, Any], *, num_devices: int, platform: str) -> N
   wrong = check_keys(flat)
   problems = list(wrong.values())
   checks = (*RULES, _check_replay, lambda c: check_attention(c, platform),
-            lambda c: _check_devices(c, num_devices, platform))
+            lambda c: _check_devices(c, num_devices, platform, num_processes),
+            lambda c: _check_processes(c, num_processes))
   for check in checks:
     try:
       for problem in check(_Known(flat, wrong)):

@@ -26,8 +26,8 @@ import pathlib
 import platform
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from absl import app, flags, logging
 from ml_collections import config_flags
@@ -36,8 +36,11 @@ from tba_jax import config as config_lib
 from tba_jax import config_schema
 from tba_jax import host_memory
 
+if TYPE_CHECKING:
+  from tba_jax.runtime.world import World
+
 BAD_INPUT = 2
-_OWN_FLAGS = ("config", "workdir", "dry_run", "print_config")
+_OWN_FLAGS = ("config", "workdir", "dry_run", "print_config", "coordinator", "num_processes", "process_id")
 
 # What the config's flag takes its keys from; parse_flags fills it.
 _ARGV: list[str] = []
@@ -48,6 +51,11 @@ _CONFIG = config_flags.DEFINE_config_file(
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for all that the run writes; the same one again resumes.")
 _DRY_RUN = flags.DEFINE_boolean("dry_run", False, "Check everything, print devices and bytes; compile nothing.")
 _PRINT_CONFIG = flags.DEFINE_boolean("print_config", False, "Print the resolved config as JSON and stop.")
+_COORDINATOR = flags.DEFINE_string(
+  "coordinator", "", "HOST:PORT of process 0, where the processes of one trainer meet; auto: what a TPU slice or "
+  "Slurm says. Empty: this process alone.")
+_NUM_PROCESSES = flags.DEFINE_integer("num_processes", 0, "With --coordinator=HOST:PORT: processes of the trainer.")
+_PROCESS_ID = flags.DEFINE_integer("process_id", -1, "With --coordinator=HOST:PORT: which of them this is, from 0.")
 
 
 def fail(problems: Sequence[str]) -> NoReturn:
@@ -162,6 +170,8 @@ def parse_flags(
     problems += [f"argument {extra!r} is not a flag; write --name=value" for extra in rest[1:]]
     if needs_workdir and not _WORKDIR.value and not (_PRINT_CONFIG.value or _DRY_RUN.value):
       problems.append("--workdir is missing; give a folder for the run's files, for example --workdir=runs/quickstart")
+    if "coordinator" in own:
+      problems += _wrong_processes()
   if problems:
     fail(problems)
   return rest
@@ -195,7 +205,7 @@ def config_path(argv: Sequence[str]) -> str:
 # --- Before jax looks for devices ---
 
 
-def set_up_jax(devices: Any, *, backend: str = "local") -> None:
+def set_up_jax(devices: Any, *, backend: str = "local", num_processes: int = 1) -> None:
   """Makes the CPU devices that the config counts, and keeps compiled programs for the next run; where there are only
   CPUs also what the process frees, see `host_memory`.
 
@@ -207,11 +217,11 @@ def set_up_jax(devices: Any, *, backend: str = "local") -> None:
 
   if host_memory.only_cpu():
     host_memory.keep_freed_memory()
-  if backend == "ray":
+  if backend == "ray" and num_processes == 1:
     from tba_jax.runtime import cluster
 
     cluster.keep_to_this_host(devices["trainer"], os.environ)
-  num_cpu_devices = config_lib.num_virtual_devices(devices, backend=backend)
+  num_cpu_devices = config_lib.num_virtual_devices(devices, backend=backend, num_processes=num_processes)
   if num_cpu_devices:
     jax.config.update("jax_num_cpu_devices", num_cpu_devices)
   if jax.config.jax_compilation_cache_dir is None:
@@ -225,6 +235,88 @@ def cache_folder() -> pathlib.Path:
   return (pathlib.Path(os.environ["XDG_CACHE_HOME"]) if "XDG_CACHE_HOME" in os.environ else in_home) / "tba_jax"
 
 
+class _Processes(NamedTuple):
+  """Where the trainer's processes meet ("": it is alone), how many they are, which this is, and its devices if not all.
+  """
+
+  address: str = ""
+  number: int = 1
+  own_id: int = 0
+  local_device_ids: Sequence[int] | None = None
+
+
+def _wrong_processes() -> Iterator[str]:
+  """What does not fit in the flags of them."""
+  address, number, own_id = _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value
+  if address in ("", "auto"):
+    if number or own_id != -1:
+      yield (f"--num_processes and --process_id go with --coordinator=HOST:PORT, found --coordinator={address}; give "
+             "the address of process 0")
+    return
+  host, _, port = address.rpartition(":")
+  if not (host and port.isdecimal() and 0 < int(port) < 2**16):
+    yield f"--coordinator={address} must be HOST:PORT, of the machine that process 0 runs on, or auto"
+  if number < 2:
+    yield (f"--num_processes={number} must be at least 2 with --coordinator; leave both out for a trainer of one "
+           "process")
+  elif not 0 <= own_id < number:
+    yield f"--process_id={own_id} must be from 0 to {number - 1}, another for each process"
+
+
+def _processes() -> _Processes:
+  """What the flags say of them. Raises: ConfigError if the environment is to say it and does not."""
+  if not _COORDINATOR.value:
+    return _Processes()
+  if _COORDINATOR.value == "auto":
+    return _of_environment()
+  return _Processes(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
+
+
+def _of_environment() -> _Processes:
+  """As jax.distributed.initialize() finds them: of a TPU slice, or of Slurm."""
+  from jax._src.clusters import ClusterEnv  # jax has no public name for it
+
+  try:
+    found = _Processes(*ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, 20))
+    reason = "none is known here"
+  except (OSError, RuntimeError, ValueError, KeyError) as error:
+    found, reason = _Processes(None), str(error)
+  if not found.address:
+    raise config_lib.ConfigError([f"--coordinator=auto found no TPU slice and no Slurm job ({reason}); give "
+                                  "--coordinator=HOST:PORT --num_processes=N --process_id=I to each process"])
+  return found if found.number > 1 else _Processes()
+
+
+def _meet(config: Any, processes: _Processes) -> World:
+  """The processes of the trainer, with jax.distributed among them. Raises: ConfigError if they do not come together."""
+  import jax
+
+  from tba_jax.runtime import world as world_lib
+
+  given = ("coordinator", "num_processes", "process_id")
+  rest = [argument for argument in sys.argv[1:] if _name(argument) not in given]
+
+  def command(number: int) -> str:
+    asked = ["--coordinator=auto"] if _COORDINATOR.value == "auto" else [
+      f"--coordinator={processes.address}", f"--num_processes={processes.number}", f"--process_id={number}"]
+    return " ".join(["python -m tba_jax.main", *rest, *asked])
+
+  try:
+    world = world_lib.meet(
+      processes.address, num_processes=processes.number, process_id=processes.own_id,
+      identity=config_lib.to_json(config), command=command, say=lambda text: print(text, file=sys.stderr, flush=True))
+  except world_lib.CannotMeet as error:
+    raise config_lib.ConfigError([str(error)]) from None
+  jax.distributed.initialize(
+    world.jax_address, processes.number, processes.own_id, local_device_ids=processes.local_device_ids,
+    cluster_detection_method="deactivate", initialization_timeout=120, shutdown_timeout_seconds=30)
+  # All processes tell each other of their devices, so each has to ask; the answer may come from a TPU's own runtime.
+  if jax.process_index() != processes.own_id:
+    raise config_lib.ConfigError([f"--process_id={processes.own_id} is number {jax.process_index()} by its devices; give "
+                                  "it that one, or all --coordinator=auto"])
+  return world
+
+
 def _dry_run(config: Any) -> None:
   """Prints devices and bytes, from shapes. Raises: ConfigError if that is more than there is, as a run would."""
   import jax
@@ -232,7 +324,7 @@ def _dry_run(config: Any) -> None:
   from tba_jax import build, placement
 
   cfg = build.model_config(config)
-  placed = build.placements(config, cfg, jax.devices())
+  placed = build.placements(config, cfg, jax.devices(), num_processes=jax.process_count())
   num_devices, platform_name = jax.device_count(), jax.default_backend()
   print(placement.report(cfg, placed, num_devices=num_devices, platform=platform_name), flush=True)
   build.refuse_overflow(placed, jax.devices())
@@ -245,31 +337,64 @@ def main(argv: Sequence[str]) -> int:
   if _PRINT_CONFIG.value:
     print(config_lib.to_json(config), end="")
     return 0
-  problems = []
-  try:
-    if workdir:
-      config_lib.check_workdir(workdir, config)
-  except config_lib.ConfigError as error:
-    problems += error.problems
   logging.set_verbosity(logging.WARNING)  # jax reports every kind of device that it does not find
-  set_up_jax(config.devices, backend=config.runtime.backend)
-  import jax
-
   try:
-    config_lib.validate(config, num_devices=jax.device_count(), platform=jax.default_backend())
-  except config_lib.ConfigError as error:
-    problems += error.problems
-  if problems:
-    fail(problems)
-  try:
-    if _DRY_RUN.value:
-      _dry_run(config)
-      return 0
-    from tba_jax import train
-
-    return train.run(config, workdir)
+    processes = _processes()
+    set_up_jax(config.devices, backend=config.runtime.backend, num_processes=processes.number)
+    world = _meet(config, processes) if processes.address else None
+    return _run(config, workdir, None) if world is None else _run_together(config, workdir, world)
   except config_lib.ConfigError as error:
     fail(error.problems)
+
+
+def _run_together(config: Any, workdir: str, world: World) -> int:
+  """`_run` of one of several processes, which end together."""
+  import jax
+
+  code, text = 1, ""
+  try:
+    code = _run(config, workdir, world)
+    return code
+  except config_lib.ConfigError as error:
+    code, text = BAD_INPUT, "\n".join(f"error: {problem}" for problem in error.problems)
+    raise
+  finally:
+    if world.is_head:
+      world.close(code, text)
+    else:
+      world.goodbye()
+    jax.distributed.shutdown()
+
+
+def _run(config: Any, workdir: str, world: World | None) -> int:
+  """Checks, then trains. Raises: ConfigError. `world`: the processes of the trainer, None if it has one."""
+  import jax
+
+  if world is not None and not world.is_head:
+    from tba_jax import train
+
+    return train.run(config, workdir, world=world)
+  problems, num_processes = [], jax.process_count()
+  if jax.device_count() != num_processes * jax.local_device_count():
+    problems.append(f"{jax.device_count()} devices are not spread evenly over {num_processes} processes, process 0 has "
+                    f"{jax.local_device_count()}; give each process as many")
+  for check in (
+    lambda: config_lib.check_workdir(workdir, config) if workdir else None,
+    lambda: config_lib.validate(config, num_devices=jax.local_device_count(), platform=jax.default_backend(),
+                                num_processes=num_processes),
+  ):
+    try:
+      check()
+    except config_lib.ConfigError as error:
+      problems += error.problems
+  if problems:
+    raise config_lib.ConfigError(problems)
+  if _DRY_RUN.value:
+    _dry_run(config)
+    return 0
+  from tba_jax import train
+
+  return train.run(config, workdir, world=world)
 
 
 if __name__ == "__main__":

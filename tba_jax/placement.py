@@ -116,7 +116,7 @@ def placements(
   optimizer: str, param_dtype: Any, compute_dtype: Any, sample_dtype: Any, cache_dtype: Any, attention: str, slots: int,
   lane_samples: int, max_prompt_tokens: int, max_new_tokens: int, buffer_capacity: int,
   lora: LoraSettings | None = None, reference_moves: bool = False, reference_average: bool = False,
-  beside: Sequence[Beside] = (), with_head: bool = False, with_advantages: bool = False,
+  beside: Sequence[Beside] = (), with_head: bool = False, with_advantages: bool = False, num_processes: int = 1,
 ) -> list[Placement]:
   """What each part of a run keeps, device counts as `config.resolve_devices` gives them; searchers 0 where they are in
   other processes.
@@ -126,13 +126,11 @@ def placements(
   A reference that moves is kept by the trainer too, and with `reference_average` the float32 average that it is set to.
   `beside`: what the task keeps on each searcher.
   `with_head`: the loss learns a scalar head beside the model, with AdamW's state. `with_advantages`: rows hold an
-  advantage for each token.
+  advantage for each token. `num_processes`: that the trainer's mesh spans.
   Raises: ValueError if the pattern of `lora` matches no layer.
   """
-  trainer_devices, searcher_devices = devices[:trainer], []
-  if searchers:
-    trainer_devices, searcher_devices = sharding.split_devices(
-      devices, trainer=trainer, searchers=searchers, per_searcher=per_searcher, share=share)
+  trainer_devices, searcher_devices = sharding.devices_of_run(
+    devices, trainer=trainer, searchers=searchers, per_searcher=per_searcher, share=share, num_processes=num_processes)
   mesh = sharding.make_mesh(trainer_devices)
   base = transformer.abstract_params(cfg, jnp.dtype(compute_dtype))
   whole = transformer.abstract_params(cfg, jnp.dtype(param_dtype))

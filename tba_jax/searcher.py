@@ -384,5 +384,6 @@ def restack(decode_params: Any) -> Any:
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def cast(params: Any, *, dtype: Any) -> Any:
-  """The tree in another dtype, in buffers of its own."""
-  return jax.tree.map(lambda leaf: jnp.copy(leaf.astype(dtype)), params)
+  """The tree in another dtype, in buffers of its own; numpy arrays stay in the host's memory."""
+  copy = lambda leaf: leaf.astype(dtype) if isinstance(leaf, np.ndarray) else jnp.copy(leaf.astype(dtype))
+  return jax.tree.map(copy, params)

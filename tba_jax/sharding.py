@@ -255,6 +255,35 @@ def split_devices(
   return devices[:for_trainer], [devices[start : start + per_searcher] for start in first]
 
 
+def devices_of_run(
+  devices: Sequence[jax.Device], *, trainer: int, searchers: int, per_searcher: int, share: bool, num_processes: int = 1
+) -> tuple[list[jax.Device], list[list[jax.Device]]]:
+  """`split_devices`, also for a trainer over several processes: it has the same devices of each, and searchers are on
+  those of process 0. `trainer` counts them all; searchers 0: they are elsewhere."""
+  own = [device for device in devices if num_processes == 1 or device.process_index == 0]
+  for_trainer, for_searchers = own[: trainer // num_processes], []
+  if searchers:
+    for_trainer, for_searchers = split_devices(
+      own, trainer=trainer // num_processes, searchers=searchers, per_searcher=per_searcher, share=share)
+  if num_processes > 1:
+    places = {own.index(device) for device in for_trainer}
+    seen: dict[int, int] = {}
+    for_trainer = []
+    for device in devices:
+      seen[device.process_index] = seen.get(device.process_index, -1) + 1
+      if seen[device.process_index] in places:
+        for_trainer.append(device)
+  return for_trainer, for_searchers
+
+
+def dispatched(f: Callable[[Any], Any]) -> Callable[[Any], Any]:
+  """f of a tree, jitted, so that it returns at once on XLA's CPU backend too: there a program without arithmetic counts
+  as cheap and is run by the caller, which for a model's worth of copies would be the trainer's time. So it has a
+  product beside it."""
+  program = jax.jit(lambda tree, few: (f(tree), few @ few))
+  return lambda tree: program(tree, np.eye(32, dtype=np.float32))[0]
+
+
 def path_name(path: tuple[Any, ...]) -> str:
   """"/"-joined names of a pytree path: dict keys, fields and indices alike."""
   return jax.tree_util.keystr(path, simple=True, separator="/")

@@ -7,7 +7,6 @@ become version 0 and the reference policy.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -32,8 +31,8 @@ def fine_tune(
     state: TrainState,
     examples: Examples,
     *,
-    step: Callable[[TrainState, Batch, Any], tuple[TrainState, dict[str, jax.Array]]],
-    placement: Batch,
+    step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]],
+    place: Callable[[Batch], Batch],
     steps: int,
     batch_size: int,
     row_multiple: int,
@@ -47,7 +46,8 @@ def fine_tune(
   """Trains `state` on the examples; goes on from the newest checkpoint of `run_state`.
 
   Args:
-    step: from `make_train_step` with the loss "sft".
+    step: takes a step of `make_train_step` with the loss "sft".
+    place: a batch of numpy arrays onto the devices of the state.
     save_every_steps: 0: only when stopped.
     on_step: called with the number of steps done and the mean NLL per token, nats.
   Returns: the trained state; None if it was stopped, with a checkpoint.
@@ -62,12 +62,12 @@ def fine_tune(
     chosen = example_order(step, num_examples=len(examples), batch_size=batch_size, seed=seed)
     rows = collate_supervised([examples[i] for i in chosen], row_multiple=row_multiple, length_buckets=length_buckets,
                               pack=False)
-    return jax.device_put(rows, placement)
+    return place(rows)
 
   first = int(state.steps)
   batch = batch_of(first)
   for done in range(first, steps):
-    state, metrics = step(state, batch, np.float32(0.0))
+    state, metrics = step(state, batch)
     batch = batch_of(done + 1)  # while the devices work
     loss = float(metrics["loss"])
     if not np.isfinite(loss):

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from absl import logging
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from tba_jax import build, build_remote, limits, metrics, sharding
@@ -28,8 +29,10 @@ from tba_jax.alarms import Alarms
 from tba_jax.checkpoints.run_state import RunState, Snapshot
 from tba_jax.deadlines import Heartbeat, Watchdog
 from tba_jax.disk import Disk
+from tba_jax.follow import follow
 from tba_jax.meters import Profile, Timeline, WaitMeter
 from tba_jax.models.variants import ModelConfig
+from tba_jax.runtime.lead import Lead, LeadTrainer
 from tba_jax.runtime.local import run_async
 from tba_jax.runtime.lockstep import run_lockstep
 from tba_jax.runtime.order import OrderLog, run_replay
@@ -37,6 +40,8 @@ from tba_jax.runtime.remote import Connection, Put
 from tba_jax.runtime.run import Run
 from tba_jax.runtime.settings import RunSettings, StopFlag
 from tba_jax.runtime.summary import results_of
+from tba_jax.runtime.trainer import Trainer
+from tba_jax.runtime.world import World
 from tba_jax.workdir import (
     advising_on_memory, as_config_error, memory_advice, say, stop_on_signals, workdir_of_this_run)
 from tba_jax.wandb_log import WandbLog
@@ -44,14 +49,17 @@ from tba_jax.wandb_log import WandbLog
 DONE, FAULT = 0, 1
 
 
-def run(config: ConfigDict, workdir: str, *, stop: StopFlag | None = None) -> int:
+def run(config: ConfigDict, workdir: str, *, stop: StopFlag | None = None, world: World | None = None) -> int:
   """Trains by a validated config. Returns the exit code: 0 done or stopped on request, 1 a fault.
 
   Args:
     stop: ends the run at the next step boundary when set; by default SIGTERM and Ctrl-C set one.
+    world: the processes of the trainer, if it has several. All but the first follow, and need no valid config.
   Raises: config.ConfigError for a mistake that only the model or the data can show.
   """
   logging.set_verbosity(logging.WARNING)  # orbax tells every detail of every save
+  if world is not None and not world.is_head:
+    return follow(config, world, lambda: _devices(config, world)[1])
   folder = pathlib.Path(workdir).expanduser()
   finished = folder / metrics.RESULTS_FILE
   if finished.is_file():
@@ -63,33 +71,45 @@ def run(config: ConfigDict, workdir: str, *, stop: StopFlag | None = None) -> in
     stack.enter_context(workdir_of_this_run(folder, config))
     if stop is None:
       stop = stack.enter_context(stop_on_signals())
-    return _run(config, folder, stop, stack)
+    return _run(config, folder, stop, stack, world)
 
 
-def _run(config: ConfigDict, folder: pathlib.Path, stop: StopFlag, stack: contextlib.ExitStack) -> int:
+def _devices(config: ConfigDict, world: World | None) -> tuple[config_lib.DeviceCounts, Mesh, list[list[jax.Device]]]:
+  """How many devices each part has, the trainer's mesh, and the searchers' devices where they are in this process."""
+  num_processes = 1 if world is None else world.num_processes
+  counts = config_lib.device_counts(config, num_devices=jax.local_device_count(), num_processes=num_processes)
+  here = counts if config.runtime.backend != "ray" else counts._replace(searchers=0)
+  trainer_devices, searcher_devices = sharding.devices_of_run(
+      jax.devices(), **here._asdict(), num_processes=num_processes)
+  return counts, sharding.make_mesh(trainer_devices), searcher_devices
+
+
+def _run(config: ConfigDict, folder: pathlib.Path, stop: StopFlag, stack: contextlib.ExitStack, world: World | None
+         ) -> int:
   began = time.monotonic()
+  lead = None
+  if world is not None:
+    lead, world.stop = Lead(world, secs=config.runtime.hang_secs), stop
+    lead.order("begin")
 
   # --- Devices ---
-  counts = config_lib.device_counts(config, num_devices=jax.device_count())
+  counts, mesh, searcher_devices = _devices(config, world)
   remote = config.runtime.backend == "ray"
-  trainer_devices, searcher_devices = jax.devices()[: counts.trainer], []
-  if not remote:
-    trainer_devices, searcher_devices = sharding.split_devices(jax.devices(), **counts._asdict())
-  mesh = sharding.make_mesh(trainer_devices)
   where = ", shared" if counts.share else " of the cluster" if remote else ""
-  say(f"{jax.device_count()} {jax.default_backend()} devices: {counts.trainer} for the trainer, {counts.per_searcher} "
-      f"for each of {counts.searchers} searchers{where}")
-  cluster = stack.enter_context(_cluster(config, counts)) if remote else None
+  processes = "" if world is None else f" of {world.num_processes} processes"
+  say(f"{jax.device_count()} {jax.default_backend()} devices{processes}: {counts.trainer} for the trainer, "
+      f"{counts.per_searcher} for each of {counts.searchers} searchers{where}")
+  cluster = stack.enter_context(_cluster(config, counts, jax.process_count())) if remote else None
 
   # --- Model, task, version 0 ---
   run_state = RunState(folder, keep=config.checkpoint.keep, timeout_secs=config.runtime.hang_secs,
-                       with_advantages=build.has_advantages(config))
+                       with_advantages=build.has_advantages(config), mesh=lead)
   stack.callback(run_state.close)
-  built = build.build_model_and_task(config, folder, mesh, run_state, stop)
+  built = build.build_model_and_task(config, folder, mesh, run_state, stop, lead)
   if built is None:
     return _stopped(stop, folder)
   cfg, task, params = built
-  build.check_memory(config, cfg, jax.devices())
+  build.check_memory(config, cfg, jax.devices(), num_processes=jax.process_count())
   eval_prompts = task.eval_prompts()[: config.eval.size or None]
   _write_limits(config, cfg, counts, folder)
 
@@ -97,20 +117,26 @@ def _run(config: ConfigDict, folder: pathlib.Path, stop: StopFlag, stack: contex
   disk = Disk(say)
   timeline = Timeline(folder, disk=disk)
   stack.callback(timeline.close)
+  to_send = params if lead is None else lead.fetch("params", params)()
   if cluster is None:
-    weights, make_searcher = build.build_searchers(config, cfg, task, params, searcher_devices, timeline.span)
+    weights, make_searcher = build.build_searchers(config, cfg, task, to_send, searcher_devices, timeline.span)
     reference = build.build_reference(config, cfg, params, mesh, searcher_devices)
   else:
     put, connect = cluster
     weights, make_searcher = build_remote.build_remote_searchers(
-        config, cfg, task, params, folder, timeline, put=put, connect=connect)
+        config, cfg, task, to_send, folder, timeline, put=put, connect=connect)
     reference = build_remote.build_remote_reference(
         config, cfg, params, mesh, put=put, num_searchers=counts.searchers)
   searchers = [make_searcher(index) for index in range(counts.searchers)]
 
   # --- Trainer, buffer, books ---
-  trainer = build.build_trainer(config, cfg, params, mesh, folder)
-  del params  # the trainer's: its steps donate them, or a frozen base is read by them
+  make_trainer = Trainer
+  if lead is not None:
+    weights.fetch_by(lead.fetch)
+    lead.begin_training(cfg)
+    make_trainer = functools.partial(LeadTrainer, lead=lead)
+  trainer = build.build_trainer(config, cfg, params, mesh, folder, make=make_trainer)
+  del params, to_send  # the trainer's: its steps donate them, or a frozen base is read by them
   exchange = build.build_exchange(config, len(task.train_prompts()))
   snapshot = run_state.restore(
       _like(trainer.state), weights.abstract(trainer.state.params, searcher=0),
@@ -184,8 +210,11 @@ def _write_limits(config: ConfigDict, cfg: ModelConfig, counts: config_lib.Devic
 
 
 @contextlib.contextmanager
-def _cluster(config: ConfigDict, counts: config_lib.DeviceCounts) -> Iterator[tuple[Put, Callable[..., Connection]]]:
-  """A Ray cluster: what stores a chunk there, and what makes the connection to a searcher."""
+def _cluster(
+    config: ConfigDict, counts: config_lib.DeviceCounts, num_processes: int
+) -> Iterator[tuple[Put, Callable[..., Connection]]]:
+  """A Ray cluster: what stores a chunk there, and what makes the connection to a searcher. `num_processes`: that share
+  the trainer's devices; the cluster keeps off those of this one."""
   from tba_jax.runtime import cluster
 
   platform = jax.default_backend()
@@ -197,7 +226,8 @@ def _cluster(config: ConfigDict, counts: config_lib.DeviceCounts) -> Iterator[tu
   with contextlib.ExitStack() as stack:
     with as_config_error("runtime.backend='ray'"):
       stack.enter_context(
-          cluster.joined(config.runtime.ray_address, platform=platform, trainer_devices=counts.trainer))
+          cluster.joined(config.runtime.ray_address, platform=platform,
+                         trainer_devices=counts.trainer // num_processes))
     yield cluster.put, connect
 
 

@@ -18,9 +18,9 @@ import threading
 from typing import Any, Callable, Sequence
 
 import jax
-import numpy as np
 
 from tba_jax.deadlines import Hung, join_thread
+from tba_jax.sharding import dispatched
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,15 +85,18 @@ class WeightStore:
       timeout_secs: float,
       expand: Sequence[Callable[[Any], Any]] | None = None,
   ):
-    self._convert_abstractly = convert
-    # The product is there for XLA's CPU backend alone: a program without arithmetic counts as cheap there and is run by
-    # the caller before it returns, which for a model's worth of copies would be the trainer's time.
-    self._convert_dispatched = jax.jit(lambda tree, few: (convert(tree), few @ few))
+    self._convert_abstractly, self._convert_dispatched = convert, dispatched(convert)
+    self._fetch: Callable[[str, Any], Callable[[], Any]] | None = None
     self._placements, self._timeout_secs = list(placements), timeout_secs
     self._expand = list(expand) if expand is not None else [lambda moved: moved] * len(self._placements)
     self._lock = threading.Lock()
     self._latest: list[Weights | None] = [None] * len(self._placements)
     self._moving: _Transfer | None = None
+
+  def fetch_by(self, fetch: Callable[[str, Any], Callable[[], Any]]) -> None:
+    """From now on what is converted is brought to this process's memory on the way: the trainer's mesh is one of several
+    processes. `fetch("published", tree)` begins that and returns what waits for it."""
+    self._fetch = fetch
 
   def publish(self, params: Any, version: int, *, wait: bool = False) -> None:
     """Starts the move of `params` to all searchers; with `wait`, returns when they are there.
@@ -116,6 +119,7 @@ class WeightStore:
 
   def received(self, converted: Any, version: int, *, searcher: int) -> Weights:
     """A converted tree, from wherever it came, as weights of a searcher; what is published stays as it is."""
+    converted = converted() if callable(converted) else converted
     moved = jax.device_put(converted, self._placements[searcher], may_alias=False)
     return Weights(version, self._expand[searcher](moved), moved)
 
@@ -155,10 +159,12 @@ class WeightStore:
       raise moving.error
 
   def _convert(self, params: Any) -> Any:
-    """Dispatches the conversion and returns at once."""
-    return self._convert_dispatched(params, np.eye(32, dtype=np.float32))[0]
+    """Dispatches the conversion and returns at once: the tree, or what waits for it."""
+    converted = self._convert_dispatched(params)
+    return converted if self._fetch is None else self._fetch("published", converted)
 
   def _move(self, converted: Any, version: int) -> None:
+    converted = converted() if callable(converted) else converted
     # may_alias=False: where trainer and searcher share a device, a leaf that the conversion leaves alone would
     # otherwise be the trainer's own buffer, which the next optimizer step deletes.
     moved = [jax.device_put(converted, place, may_alias=False) for place in self._placements]

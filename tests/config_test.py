@@ -647,6 +647,29 @@ def test_nothing_is_left_for_one_side(asked, num_devices):
     resolve_devices(**dict(zip(names, asked)), num_devices=num_devices)
 
 
+@pytest.mark.parametrize("asked, backend, counts", [
+  ((8, 2, 1, False), "local", (8, 2, 1, False)),  # 2 of each process's 4, and 2 of the head's others
+  ((0, 2, 1, False), "local", (8, 2, 1, False)),
+  ((0, 0, 0, True), "local", (16, 1, 4, True)),
+  ((0, 3, 2, False), "ray", (16, 3, 2, False)),
+])
+def test_a_trainer_of_several_processes_has_an_equal_part_of_each(asked, backend, counts):
+  devices = dict(zip(("trainer", "searchers", "per_searcher", "share"), asked))
+  config = {"devices": devices, "runtime": {"backend": backend}}
+  assert config_lib.device_counts(config, num_devices=4, num_processes=4) == DeviceCounts(*counts)
+
+
+@pytest.mark.parametrize("trainer, backend, text", [
+  (6, "local", "devices.trainer=6 must be a multiple of --num_processes=4: each process has an equal part"),
+  (16, "local", "in each of 4 processes: devices.trainer=4, .* need 6 devices of their own, but there are 4"),
+  (20, "ray", "devices.trainer=20 is more than the 16 devices of 4 processes"),
+])
+def test_what_several_processes_do_not_have_is_refused(trainer, backend, text):
+  config = {"devices": dict(trainer=trainer, searchers=2, per_searcher=1, share=False), "runtime": {"backend": backend}}
+  with pytest.raises(ValueError, match=text):
+    config_lib.device_counts(config, num_devices=4, num_processes=4)
+
+
 @pytest.mark.parametrize("devices, num", [
   ((1, 2, 1, False), 3), ((1, 2, 0, False), 3), ((2, 1, 2, False), 4), ((0, 2, 1, False), 0), ((1, 0, 1, False), 0),
   ((2, 2, 4, True), 4), ((2, 2, 0, True), 2),

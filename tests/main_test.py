@@ -14,7 +14,7 @@ FAKE_TRAIN = """
 import os, sys, types
 import jax
 from tba_jax import config as config_lib
-def run(config, workdir):
+def run(config, workdir, world):
   print("run", config.train.steps, workdir, jax.device_count(), jax.config.jax_compilation_cache_dir)
   if os.environ["END"] == "config":
     raise config_lib.ConfigError(["task: train.jsonl, line 3: not JSON", "second"])
@@ -76,6 +76,14 @@ QUICKSTART, WORKDIR = "--config=configs/quickstart.py", "--workdir=never_made"
    ["--config=configs/quikstart.py is not a Python file that exists; give one, for example "
     "--config=configs/quickstart.py"]),
   (["--config=configs/quickstart.py:smoek", WORKDIR], ["config argument 'smoek' is not known; did you mean smoke?"]),
+  ([QUICKSTART, WORKDIR, "--num_processes=2"],
+   ["--num_processes and --process_id go with --coordinator=HOST:PORT, found --coordinator=; give the address of "
+    "process 0"]),
+  ([QUICKSTART, WORKDIR, "--coordinator=head", "--num_processes=1"],
+   ["--coordinator=head must be HOST:PORT, of the machine that process 0 runs on, or auto",
+    "--num_processes=1 must be at least 2 with --coordinator; leave both out for a trainer of one process"]),
+  ([QUICKSTART, WORKDIR, "--coordinator=head:99", "--num_processes=4", "--process_id=4"],
+   ["--process_id=4 must be from 0 to 3, another for each process"]),
   ([QUICKSTART, WORKDIR, "--config.train.steps"], ["Missing value for flag --config.train.steps"]),
 ])
 def test_bad_flags_are_all_named_in_one_go_without_jax(arguments, lines, tmp_path):
@@ -97,6 +105,12 @@ def test_a_file_that_makes_no_config_is_refused_in_one_line(tmp_path):
     assert _errors(_run(f"--config={tmp_path}/plain.py", WORKDIR)) == [
       f"--config={tmp_path}/plain.py has no function get_config, which makes the config; see configs/quickstart.py for "
       "one"]
+
+
+def test_without_a_slice_the_processes_are_not_found():
+  lines = _errors(_run(QUICKSTART, WORKDIR, "--coordinator=auto"))
+  assert lines == ["--coordinator=auto found no TPU slice and no Slurm job (none is known here); give "
+                   "--coordinator=HOST:PORT --num_processes=N --process_id=I to each process"]
 
 
 def test_mistakes_of_config_and_workdir_together(tmp_path):

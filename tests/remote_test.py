@@ -97,7 +97,7 @@ def connections(monkeypatch):
   made_deaths: dict[int, tuple[int, ...]] = {}
 
   @contextlib.contextmanager
-  def here(config, counts):
+  def here(config, counts, num_processes):
     def connect(spec):
       made[spec.index] = HereConnection(spec, dies_at=made_deaths.get(spec.index, ()))
       return made[spec.index]

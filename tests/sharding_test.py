@@ -3,6 +3,8 @@ what cannot be."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -248,6 +250,25 @@ def test_split_devices_with_sharing():
   trainer, searchers = sharding.split_devices(list("abcd"), trainer=2, searchers=3, per_searcher=1, share=True)
   assert (trainer, searchers) == (["a", "b"], [["c"], ["d"], ["a"]])  # the trainer's devices come last
   assert sharding.split_devices(list("abcd"), trainer=-1, searchers=1, per_searcher=4, share=True)[1] == [list("abcd")]
+
+
+class _Device(NamedTuple):
+  id: int
+  process_index: int
+
+
+def test_the_devices_of_several_processes():
+  devices = [_Device(number, number // 4) for number in (0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7)]
+
+  def ids(**asked):
+    trainer, searchers = sharding.devices_of_run(devices, **dict(share=False, num_processes=3) | asked)
+    return [device.id for device in trainer], [[device.id for device in group] for group in searchers]
+
+  assert ids(trainer=6, searchers=2, per_searcher=1) == ([0, 1, 8, 9, 4, 5], [[2], [3]])
+  assert ids(trainer=12, searchers=1, per_searcher=2, share=True) == (
+    [0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7], [[0, 1]])
+  assert ids(trainer=3, searchers=0, per_searcher=1) == ([0, 8, 4], [])
+  assert ids(trainer=2, searchers=0, per_searcher=1, num_processes=1) == ([0, 1], [])
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import pathlib
+from typing import Any
 
-from tba_jax.checkpoints.run_state import save_json_atomic
 from tba_jax.models.lora import LoraSettings
 from tba_jax.models.variants import ModelConfig, from_huggingface, to_huggingface
 from tba_jax.tokenizer import Tokenizer, load_tokenizer
@@ -33,3 +34,13 @@ def read_lora(folder: pathlib.Path) -> LoraSettings | None:
   """Settings of the adapters that the checkpoints hold; None if they hold the whole model."""
   path = folder / "lora.json"
   return LoraSettings(**json.loads(path.read_text())) if path.is_file() else None
+
+
+def save_json_atomic(path: pathlib.Path, value: Any) -> None:
+  """Writes JSON so that a reader sees the old file or the new one, whole."""
+  temporary = path.with_name(path.name + ".tmp")
+  with open(temporary, "w") as f:
+    json.dump(value, f, indent=2, sort_keys=True)
+    f.flush()
+    os.fsync(f.fileno())
+  os.replace(temporary, path)

@@ -14,7 +14,6 @@ workdir can be resumed and exported without the folder that the model came from.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import pathlib
 import threading
@@ -29,9 +28,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from tba_jax.checkpoints.segments import SEGMENT_ROWS, SegmentStore
-from tba_jax.deadlines import Hung, join_thread
-from tba_jax.disk import DISK_ERRORS
-from tba_jax.host_memory import give_back
+from tba_jax.checkpoints.writing import Writing, disk_says, under_way
+from tba_jax.sharding import dispatched
 from tba_jax.types import TrainState
 
 # Of the buffer's arrays: those that segments hold.
@@ -67,45 +65,18 @@ class LiveRows(Protocol):
     """Keys, lengths and packed columns of those that are still live."""
 
 
-class _Writing:
-  """A write under way in a thread of its own, which does not keep a process alive that is to end."""
+class MeshInReach(Protocol):
+  """A trainer's mesh of several processes: how its trees come to this process's memory, and from there."""
 
-  def __init__(self, write: Callable[[], None], what: str, *, gives_back: bool = False):
-    """`gives_back`: free host memory, once it is over."""
-    self.what, self.error, self._write, self._gives_back = what, None, write, gives_back
-    self.thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
-    self.thread.start()
+  def fetch(self, name: str, tree: Any) -> Callable[[], Any]:
+    """Begins to bring a tree; what is returned waits for it, as numpy arrays."""
 
-  def join(self, timeout_secs: float) -> None:
-    """Waits for its end. Raises: Hung if it takes too long."""
-    if not join_thread(self.thread, secs=timeout_secs):
-      raise Hung(f"{self.what} not written after {timeout_secs:g} s (thread {self.thread.name}, "
-                 f"runtime.hang_secs={timeout_secs:g})")
-
-  def _run(self) -> None:
-    try:
-      self._write()
-    except BaseException as error:  # raised by whoever joins
-      self.error = error
-    finally:
-      self._write = None  # and with it the copies that it wrote, which would else stay until the next one
-      if self._gives_back:
-        give_back()
+  def place(self, name: str, tree: Any, like: Any) -> Any:
+    """A tree of numpy arrays onto the mesh, laid out as `like`."""
 
 
-def _under_way(writing: _Writing | None) -> bool:
-  return writing is not None and writing.thread.is_alive()
-
-
-def _disk_says(error: BaseException | None) -> str | None:
-  """What a full, failing or slow disk said, if that is behind an exception."""
-  while error is not None:
-    if isinstance(error, TimeoutError):
-      return "timed out"  # also what orbax, which goes by the wall clock, says when that jumps
-    if isinstance(error, OSError) and error.errno in DISK_ERRORS:
-      return os.strerror(error.errno)
-    error = error.__cause__ or error.__context__
-  return None
+# With a mesh of several processes this one alone writes and reads.
+_ALONE = ocp.options.MultiprocessingOptions(primary_host=0, active_processes={0}, barrier_sync_key_prefix="head")
 
 
 class _LastAndBest(ocp.checkpoint_managers.PreservationPolicy):
@@ -135,23 +106,25 @@ class RunState:
       timeout_secs: float = 3600.0,
       say: Callable[[str], None] = logging.error,
       with_advantages: bool = False,
+      mesh: MeshInReach | None = None,
   ):
     """`timeout_secs`: longest wait for a checkpoint that is being written. `with_advantages`: rows of the buffer have
-    them."""
+    them. `mesh`: None where it is this process's."""
     self.workdir, self._timeout_secs, self.say = pathlib.Path(workdir).resolve(), timeout_secs, say
-    self._policy = _LastAndBest(keep)
+    self._policy, self._mesh = _LastAndBest(keep), mesh
+    (self.workdir / "checkpoints").mkdir(parents=True, exist_ok=True)
+    self._alone = {} if mesh is None else {"multiprocessing_options": _ALONE}
     self._manager = ocp.CheckpointManager(
         self.workdir / "checkpoints",
         options=ocp.CheckpointManagerOptions(preservation_policy=self._policy, enable_async_checkpointing=False,
-                                             create=True),
+                                             create=False, **self._alone),
     )
-    # With a product for XLA's CPU backend, which would run a program of copies alone before it returns.
-    self._copy = jax.jit(lambda tree, few: (jax.tree.map(jnp.copy, tree), few @ few))
+    self._copy = make_copy()
     self._columns = SEGMENT_COLUMNS | ({"advantages": np.float32} if with_advantages else {})
     self._segments = SegmentStore(self.workdir / "rollout_segments", self._columns)
     self._names_of_step: dict[int, list[str]] = {}
-    self._writing: _Writing | None = None
-    self._spilling: _Writing | None = None
+    self._writing: Writing | None = None
+    self._spilling: Writing | None = None
     self._may_spill, self._spill_lock = True, threading.Lock()
     self._spilled_at = 0
     self.num_failed = 0
@@ -174,15 +147,15 @@ class RunState:
       num_arrived: rows that ever came into the buffer.
     Raises: what an earlier spill failed with, other than for the disk.
     """
-    if num_arrived - self._spilled_at < SEGMENT_ROWS or _under_way(self._writing) or self.is_spilling():
+    if num_arrived - self._spilled_at < SEGMENT_ROWS or under_way(self._writing) or self.is_spilling():
       return
     self._end_spill()
     self._spilled_at, self._may_spill = num_arrived, True
-    self._spilling = _Writing(lambda: self._spill(buffer), "rows of the replay buffer are")
+    self._spilling = Writing(lambda: self._spill(buffer), "rows of the replay buffer are")
 
   def is_spilling(self) -> bool:
     """Whether rows are being written beside training."""
-    return _under_way(self._spilling)
+    return under_way(self._spilling)
 
   def _spill(self, buffer: LiveRows) -> None:
     handles, keys = buffer.live_keys()
@@ -205,7 +178,7 @@ class RunState:
     spilling, self._spilling = self._spilling, None
     if spilling is None or spilling.error is None:
       return
-    reason = _disk_says(spilling.error)
+    reason = disk_says(spilling.error)
     if reason is None:
       raise spilling.error
     self.say(f"error: rows of the replay buffer could not be written ({reason}); training goes on, and the next "
@@ -220,17 +193,22 @@ class RunState:
     self.join()
     if snapshot.step not in self._manager.all_steps():
       # A copy: the next optimizer step is given the trainer's own buffers, and writes over them.
-      state, reference = self._copy((snapshot.train_state, snapshot.reference), np.eye(32, dtype=np.float32))[0]
+      state, reference = self._copy((snapshot.train_state, snapshot.reference))
+      if self._mesh is not None:
+        state = self._mesh.fetch("state", state)
       copied = dataclasses.replace(snapshot, train_state=state, reference=reference)
       spilling, self._spilling = self._spilling, None
       names = self._segments.names
       what = f"the checkpoint of step {snapshot.step} is"
-      self._writing = _Writing(lambda: self._write(copied, names, spilling), what, gives_back=True)
+      self._writing = Writing(lambda: self._write(copied, names, spilling), what, gives_back=True)
     if wait:
       self.join()
 
-  def _write(self, snapshot: Snapshot, names: list[str], spilling: _Writing | None) -> None:
+  def _write(self, snapshot: Snapshot, names: list[str], spilling: Writing | None) -> None:
     """`names`: of the segments that the snapshot counts on; `spilling`: what still writes the last of them."""
+    if self._mesh is not None:
+      snapshot = dataclasses.replace(
+          snapshot, train_state=snapshot.train_state(), published=jax.device_get(snapshot.published))
     try:
       if spilling is not None:
         spilling.join(self._timeout_secs)
@@ -241,7 +219,7 @@ class RunState:
       self._names_of_step[snapshot.step] = names
       self._remove_segments()
     except Exception as error:  # of the disk: said here; anything else is raised by whoever joins
-      reason = _disk_says(error)
+      reason = disk_says(error)
       if reason is None:
         raise
       self.num_failed += 1
@@ -306,6 +284,9 @@ class RunState:
 
   def _restore_step(self, step: int, train_state: TrainState, published: Any, reference: Any) -> Snapshot:
     meta = self._read_meta(step)
+    wanted, where_published = train_state, published
+    if self._mesh is not None:
+      train_state, published = _on_host(train_state), _on_host(published)
     items = {"train": ocp.args.StandardRestore(train_state)}
     if meta["has_published"]:
       items["published"] = ocp.args.StandardRestore(published)
@@ -318,6 +299,11 @@ class RunState:
     if (pathlib.Path(self._manager.directory) / str(step) / "buffer").exists():
       items["buffer"] = ocp.args.StandardRestore()
     got = self._manager.restore(step, args=ocp.args.Composite(**items))
+    if self._mesh is not None:
+      got = {**got, "train": self._mesh.place("state", TrainState(*got["train"]), wanted)}
+      if meta["has_published"]:
+        got["published"] = jax.tree.map(lambda array, like: jax.device_put(array, like.sharding), got["published"],
+                                        where_published)
     buffer = {name: np.asarray(array) for name, array in (got.get("buffer") or {}).items()}
     for name, (shape, dtype) in meta.pop(_EMPTY).items():
       buffer[name] = np.zeros(shape, dtype)
@@ -365,12 +351,26 @@ class RunState:
 
   def save_initial(self, params: Any) -> None:
     """Writes the parameters of version 0. Atomic: the folder appears only when whole."""
-    with ocp.StandardCheckpointer() as saver:
+    params = params if self._mesh is None else self._mesh.fetch("params", params)()
+    with ocp.StandardCheckpointer(**self._alone) as saver:
       saver.save(self.workdir / "initial", params)
 
   def load_initial(self, params: Any) -> Any:
     """Reads what `save_initial` wrote, placed as the ShapeDtypeStruct tree `params` says."""
-    return load_initial(self.workdir, params)
+    if self._mesh is None:
+      return load_initial(self.workdir, params)
+    with ocp.StandardCheckpointer(**self._alone) as loader:
+      return self._mesh.place("params", loader.restore(self.workdir / "initial", _on_host(params)), params)
+
+
+def make_copy() -> Callable[[Any], Any]:
+  """What copies a state for a checkpoint; jitted."""
+  return dispatched(lambda tree: jax.tree.map(jnp.copy, tree))
+
+
+def _on_host(like: Any) -> Any:
+  """Numpy arrays in the place of a tree of ShapeDtypeStructs, for a checkpoint to be read into."""
+  return jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), like)
 
 
 def load_initial(workdir: str | os.PathLike, params: Any) -> Any:
@@ -416,13 +416,3 @@ def _removed(folder: pathlib.Path, within_secs: float = 5.0) -> bool:
   while folder.exists() and time.monotonic() < deadline:
     time.sleep(0.05)
   return not folder.exists()
-
-
-def save_json_atomic(path: pathlib.Path, value: Any) -> None:
-  """Writes JSON so that a reader sees the old file or the new one, whole."""
-  temporary = path.with_name(path.name + ".tmp")
-  with open(temporary, "w") as f:
-    json.dump(value, f, indent=2, sort_keys=True)
-    f.flush()
-    os.fsync(f.fileno())
-  os.replace(temporary, path)

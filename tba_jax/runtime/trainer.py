@@ -124,7 +124,10 @@ class Trainer:
     batch = collate(
         draw, row_multiple=self._row_multiple, length_buckets=self._length_buckets, pack=self._pack, num_rows=num_rows)
     share = real_token_share(batch, micro_batches=self._micro_batches, skip_empty=self._pack)
-    return Prepared(draw, jax.device_put(batch, self._placement), share)
+    return Prepared(draw, self._place(batch), share)
+
+  def _place(self, batch: Batch) -> Batch:
+    return jax.device_put(batch, self._placement)
 
   def dispatch(self, prepared: Prepared) -> None:
     """Starts the step that trains a batch."""
@@ -137,20 +140,30 @@ class Trainer:
     self.state, metrics = self._program(batch)(self.state, batch, beta, *self._frozen)
     self._under_way = (prepared, metrics, time.monotonic())
 
+  @property
+  def is_under_way(self) -> bool:
+    """Whether a step was dispatched and has not been waited for."""
+    return self._under_way is not None
+
+  def await_step(self) -> tuple[Prepared, dict[str, np.ndarray], float]:
+    """Waits for the step under way and counts it. Returns: its batch, its metrics, seconds."""
+    assert self._under_way is not None
+    (prepared, metrics, began), self._under_way = self._under_way, None
+    metrics = jax.device_get(metrics)
+    self.steps += 1
+    self.version += not metrics["skipped"]
+    return prepared, metrics, time.monotonic() - began
+
   def finish(self) -> StepReport:
     """Waits for the step under way.
 
     Raises: TooManyNonFinite, after writing the batch to the dump folder.
     """
-    assert self._under_way is not None
-    (prepared, metrics, began), self._under_way = self._under_way, None
-    metrics = jax.device_get(metrics)
+    trained_at = self.version
+    prepared, metrics, secs = self.await_step()
     residuals = metrics.pop("residuals_N", None)
     metrics = {name: float(value) for name, value in metrics.items()}
-    draw, trained_at = prepared.draw, self.version
-    self.steps += 1
-    skipped = bool(metrics["skipped"])
-    self.version += not skipped
+    draw, skipped = prepared.draw, bool(metrics["skipped"])
     if skipped:
       in_row = int(self.state.skipped_in_row)
       if in_row >= self._max_nonfinite_in_row:
@@ -163,7 +176,7 @@ class Trainer:
     return StepReport(
         metrics=metrics, draw=draw, trained_at=trained_at,
         staleness=(trained_at - draw.versions[valid]).astype(np.int64), num_tokens=int(draw.lengths[valid].sum()),
-        real_token_share=prepared.real_token_share, secs=time.monotonic() - began,
+        real_token_share=prepared.real_token_share, secs=secs,
         residuals=None if skipped else residuals)
 
   def _dump(self, prepared: Prepared) -> pathlib.Path:
