@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -79,6 +80,24 @@ def test_lockstep_on_ray_is_the_local_run_bit_for_bit(tmp_path):
   remote = Process(tmp_path / "ray", *lockstep, "--config.runtime.backend=ray")
   assert remote.end() == 0, remote.log()
   assert runs.untimed(tmp_path / "ray") == runs.untimed(tmp_path / "local")
+
+
+def test_a_trainer_of_two_processes_has_its_searchers_on_ray(tmp_path):
+  lockstep = ("--config.runtime.mode=lockstep", "--config.runtime.lag=1", "--config.sync.every_steps=1",
+              "--config.buffer.dedup=False", "--config.devices.trainer=2", "--config.train.steps=3")
+  with socket.create_server(("127.0.0.1", 0)) as server:
+    port = server.getsockname()[1]
+  together = ("--config.runtime.backend=ray", f"--coordinator=127.0.0.1:{port}", "--num_processes=2")
+  follower = Process(tmp_path / "follower", *lockstep, *together, "--process_id=1")
+  head = Process(tmp_path / "head", *lockstep, *together, "--process_id=0")
+  assert head.end() == 0, head.log()
+  assert follower.end() == 0, follower.log()
+  assert not (tmp_path / "follower").exists()
+  assert Process(tmp_path / "local", *lockstep).end() == 0
+  for got, expected in zip(runs.untimed(tmp_path / "head"), runs.untimed(tmp_path / "local"), strict=True):
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+      assert got[name] == (pytest.approx(value, rel=1e-3, abs=1e-5) if isinstance(value, float) else value), name
 
 
 def test_a_searcher_that_is_killed_is_noticed_and_replaced(tmp_path):
