@@ -64,7 +64,7 @@ def init_train_state(
     head, head_params: a scalar head from `models.scalar_head` to train as well.
   """
   if mesh is not None:
-    params = jax.device_put(params, sharding.param_shardings(params, mesh))
+    params = sharding.put_alike(params, sharding.param_shardings(params, mesh))
   layout = jax.tree.map(lambda leaf: leaf.sharding, params)
   create = functools.partial(fresh_state, optimizer=optimizer, head=head, head_params=head_params)
   abstract = jax.eval_shape(create, params)

@@ -284,6 +284,18 @@ def dispatched(f: Callable[[Any], Any]) -> Callable[[Any], Any]:
   return lambda tree: program(tree, np.eye(32, dtype=np.float32))[0]
 
 
+def put_alike(tree: Any, shardings: Any) -> Any:
+  """`device_put`, also onto a mesh of several processes that all have the same arrays."""
+
+  def put(leaf: Any, where: NamedSharding) -> jax.Array:
+    if where.is_fully_addressable or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable):
+      return jax.device_put(leaf, where)
+    host = np.asarray(leaf)
+    return jax.make_array_from_callback(host.shape, where, lambda index: host[index])
+
+  return jax.tree.map(put, tree, shardings)
+
+
 def path_name(path: tuple[Any, ...]) -> str:
   """"/"-joined names of a pytree path: dict keys, fields and indices alike."""
   return jax.tree_util.keystr(path, simple=True, separator="/")
