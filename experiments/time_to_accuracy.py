@@ -50,8 +50,8 @@ ARMS: dict[str, dict[str, Any]] = {
 def cells(seeds: Sequence[int], responses: int, *, quick: bool = False) -> Iterator[study.Cell]:
   """Arm by arm within a setting, so that a study that is not finished compares what it has. `quick`: one setting."""
   for seed in seeds:
-    for prompts in PROMPTS[:1] if quick else PROMPTS:
-      for rate in RATES[:1] if quick else RATES:
+    for rate in RATES[:1] if quick else RATES:
+      for prompts in PROMPTS[:1] if quick else PROMPTS:
         for arm in ARMS:
           yield {"arm": arm, "prompts": prompts, "rate": rate, "seed": seed, "responses": responses}
 
@@ -89,7 +89,7 @@ class Marks:
     def noted_publish(run: Run, *, wait: bool) -> None:
       publish(run, wait=wait)
       self.run = run
-      if run.step % self._every == 0:
+      if run.step and run.step % self._every == 0:
         self.at_step[run.step] = _now()
         self.copies[run.step] = jax.device_get(run.trainer.state.params)
 
