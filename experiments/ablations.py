@@ -1,5 +1,5 @@
-"""What each setting of TBA does, one at a time, on the small word problems: a table and a plot, as in section D of the
-paper.
+"""What each setting of TBA does, one at a time, on the chains of `chains.py`: a table and a plot, as in section D of
+the paper.
 
     python -m experiments.ablations
     python -m experiments.ablations --seeds=1,2,3 --only=m,k
@@ -23,11 +23,11 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # so th
 
 from experiments import study
 
-STEPS = 150
+STEPS = 100
 BASE = {
   "loss.name": "tb_vargrad", "loss.beta_init": 0.05, "loss.beta_final": 0.05, "train.steps": STEPS,
-  "train.learning_rate": 1e-4, "runtime.lag": -1, "sync.every_steps": 4, "buffer.recent_fraction": 0.95,
-  "buffer.dedup": True, "buffer.max_uses": 0, "buffer.priority": "uniform", "buffer.capacity": 20_000,
+  "train.learning_rate": 3e-4, "runtime.lag": -1, "sync.every_steps": 4, "buffer.recent_fraction": 0.95,
+  "buffer.dedup": False, "buffer.max_uses": 0, "buffer.priority": "uniform", "buffer.capacity": 20_000,
   "reference.reset_every_steps": 0, "sample.in_flight": False,
 }
 
@@ -44,11 +44,11 @@ ARMS: dict[str, dict[str, dict[str, Any]]] = {
   "k": {"1": {"sync.every_steps": 1}, "4": {}, "10": {"sync.every_steps": 10}, "25": {"sync.every_steps": 25}},
   "K": {"2": _group_size(2), "4": _group_size(4), "8": {}, "16": _group_size(16)},
   "beta final": {"0.2": {"loss.beta_final": 0.2, "loss.beta_init": 0.2}, "0.05": {},
-                 "0.01": {"loss.beta_final": 0.01, "loss.beta_decay_steps": 100},
-                 "0.002": {"loss.beta_final": 0.002, "loss.beta_decay_steps": 100}},
+                 "0.01": {"loss.beta_final": 0.01, "loss.beta_decay_steps": 80},
+                 "0.002": {"loss.beta_final": 0.002, "loss.beta_decay_steps": 80}},
   "priority": {"uniform": {}, "reward": {"buffer.priority": "reward", "buffer.recent_fraction": 0.5},
                "residual": {"buffer.priority": "residual", "buffer.recent_fraction": 0.5}},
-  "dedup": {"yes": {}, "no": {"buffer.dedup": False}},
+  "dedup": {"no": {}, "yes": {"buffer.dedup": True}},
   "uses": {"1": {"buffer.max_uses": 1}, "4": {"buffer.max_uses": 4}, "no limit": {}},
   "searchers": {"1": {}, "2": {"devices.searchers": 2}, "4": {"devices.searchers": 4}},
   "reference reset": {"never": {}, "every 50": {"reference.reset_every_steps": 50},
@@ -96,15 +96,19 @@ def write(found: study.Study, args: Any, steps: int) -> str:
   header = ["setting", "value", "accuracy", "staleness", "KL to the reference, nats", "ESS share", "entropy"]
   text += study.table(header, rows)
   (args.out / "ablations.md").write_text(text)
-  figure, axes = study.new_figure(max(1, len(shown)), height=3.2, width=2.4)
-  for axis, (setting, points) in zip(axes[0], shown.items()):
+  columns = min(5, max(1, len(shown)))
+  figure, axes = study.new_figure(columns, rows=-(-max(1, len(shown)) // columns), height=2.9, width=2.6)
+  for axis in axes.flat[len(shown):]:
+    axis.set_visible(False)
+  for axis, (setting, points) in zip(axes.flat, shown.items()):
     for place, (_, values) in enumerate(points):
       axis.plot([place] * len(values), values, "o", color="#4878a8", alpha=0.5)
     axis.plot(range(len(points)), [statistics.fmean(values) for _, values in points], color="#4878a8")
     axis.set_xticks(range(len(points)), [value for value, _ in points], rotation=30)
     axis.set(title=setting, ylim=(0, 100))
     axis.grid(alpha=0.3)
-  axes[0][0].set_ylabel("held-out accuracy, %")
+  for row in axes:
+    row[0].set_ylabel("held-out accuracy, %")
   figure.savefig(args.out / "ablations.png", dpi=110)
   return text
 
@@ -120,10 +124,10 @@ def main(argv: Sequence[str] | None = None) -> study.Study:
   began = time.monotonic()
   study.set_up()
   steps = 3 if args.quick else STEPS
-  start = study.starting_model(quick=args.quick)
-  about = {"what": "accuracy by setting of TBA", "base": {**study.SMALL, **BASE}}
+  start = study.starting_model(base=study.CHAINS, settings=study.CHAINS_START, quick=args.quick)
+  about = {"what": "accuracy by setting of TBA", "base": {**study.CHAINS, **BASE}}
   found = study.Study(args.out / "ablations.json", about)
-  run = lambda key: study.run_cell(changes_of(key), start, quick=args.quick)
+  run = lambda key: study.run_cell(changes_of(key), start, base=study.CHAINS, quick=args.quick)
   done = found.run_missing(cells(args.only, args.seeds, steps), run, minutes=args.minutes, began=began)
   print(write(found, args, steps))
   print("finished" if done else "not finished: the same command goes on", file=sys.stderr)

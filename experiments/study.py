@@ -23,8 +23,7 @@ from typing import Any
 REPO = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = REPO / "experiments" / "results"
 
-# The task of the studies: the quickstart's problems on a model of a quarter of its size, small enough for hundreds of
-# runs on a CPU.
+# The quickstart's problems on a model of a quarter of its size, small enough for many runs on a CPU.
 SMALL = {
   "task": "experiments/fixed_problems.py:fixed_problems",  # from the repository's root, where these commands are run
   "task_args.num_train_prompts": 1024,
@@ -40,6 +39,15 @@ SMALL = {
 START = {"sft.steps": 1600, "train.steps": 0}
 FROM_START = {"sft.steps": 0, "sft.num_examples": 1, "sft.warmup_steps": 0}
 
+# The same for hundreds of runs: the chains of `chains.py`.
+CHAINS = {
+  **SMALL, "task": "experiments/chains.py:Chains", "task_args.sft_share_with_work": 0.2,
+  "sample.max_prompt_tokens": 6, "sample.max_new_tokens": 9, "sample.chunk_tokens": 8, "train.length_buckets": (15,),
+  "train.micro_batches": 1,
+}
+CHAINS_START = {**START, "sft.steps": 1200, "sft.batch_size": 64, "sft.micro_batches": 1, "sft.learning_rate": 3e-3}
+SHAPE = ("sample.max_", "sample.chunk", "train.length")  # of a task: also of its smoke form
+
 Cell = dict[str, Any]
 PROBLEMS_SEED = 0
 
@@ -52,8 +60,9 @@ def problems(**sizes: float) -> Any:
   return ArithmeticTask(seed=PROBLEMS_SEED, **sizes)
 
 
-def make_config(changes: Mapping[str, Any], *, quick: bool = False) -> Any:
-  """The quickstart with the study's sizes and `changes`, dotted keys; checked. `quick`: its smoke form instead."""
+def make_config(changes: Mapping[str, Any], *, base: Mapping[str, Any] = SMALL, quick: bool = False) -> Any:
+  """The quickstart with the study's settings and `changes`, dotted keys; checked. `quick`: the sizes of its smoke form.
+  """
   import jax
   from configs import quickstart
 
@@ -61,7 +70,8 @@ def make_config(changes: Mapping[str, Any], *, quick: bool = False) -> Any:
 
   config = quickstart.get_config("smoke" if quick else None).unlock()
   sizes = ("model.", "train.", "sample.resp", "sample.slots", "buffer.fill")  # which the smoke form has smaller ones of
-  small = {name: value for name, value in SMALL.items() if not (quick and name.startswith(sizes))}
+  small = {name: value for name, value in base.items()
+           if not (quick and name.startswith(sizes)) or name.startswith(SHAPE)}
   for name, value in {**small, **changes}.items():
     *sections, key = name.split(".")
     node = config
@@ -73,7 +83,9 @@ def make_config(changes: Mapping[str, Any], *, quick: bool = False) -> Any:
   return config
 
 
-def starting_model(*, quick: bool = False) -> pathlib.Path:
+def starting_model(
+  *, base: Mapping[str, Any] = SMALL, settings: Mapping[str, Any] = START, quick: bool = False
+) -> pathlib.Path:
   """The folder of the one run that fine-tunes the model all cells start from; made when it is not there.
 
   It is kept in the user's cache folder, under its settings' checksum.
@@ -83,7 +95,7 @@ def starting_model(*, quick: bool = False) -> pathlib.Path:
   from tba_jax import config as config_lib
   from tba_jax import main as main_lib
 
-  config = make_config({**START, **({"sft.steps": 20} if quick else {})}, quick=quick)
+  config = make_config({**settings, **({"sft.steps": 20} if quick else {})}, base=base, quick=quick)
   name = f"{zlib.crc32(config_lib.to_json(config).encode()):08x}"
   folder = main_lib.cache_folder() / "studies" / name
   if not (folder / "results.json").is_file():
@@ -117,7 +129,7 @@ def _train(config: Any, folder: pathlib.Path) -> None:
 
 
 def run_cell(
-  changes: Mapping[str, Any], start: pathlib.Path, *, quick: bool = False,
+  changes: Mapping[str, Any], start: pathlib.Path, *, base: Mapping[str, Any] = SMALL, quick: bool = False,
   also: Callable[[pathlib.Path], Mapping[str, Any]] = lambda folder: {},
 ) -> dict[str, Any]:
   """One run from the starting model.
@@ -127,7 +139,7 @@ def run_cell(
   from tba_jax import config as config_lib
 
   began = time.monotonic()
-  config = make_config({**FROM_START, **changes}, quick=quick)
+  config = make_config({**FROM_START, **changes}, base=base, quick=quick)
   with tempfile.TemporaryDirectory() as temporary:
     folder = pathlib.Path(temporary) / "run"
     folder.mkdir()
@@ -139,6 +151,19 @@ def run_cell(
     results = json.loads((folder / "results.json").read_text())
     more = also(folder)
   return {**more, **summarise(lines, results), "seconds": round(time.monotonic() - began, 2)}
+
+
+def run_bare_cell(
+  changes: Mapping[str, Any], start: pathlib.Path, *, base: Mapping[str, Any] = CHAINS, quick: bool = False
+) -> dict[str, Any]:
+  """The same run without the machinery of one, see `bare.py`; its seconds are CPU seconds."""
+  from experiments.bare import BareRun
+
+  began = time.process_time()
+  config = make_config({**FROM_START, **changes}, base=base, quick=quick)
+  lines, results = BareRun(config, start).run(eval_every_steps=2 if quick else 100)
+  return {**summarise(lines, results), "greedy_after": results["greedy_after"],
+          "seconds": round(time.process_time() - began, 2)}
 
 
 # Metrics of the last steps that a cell keeps the mean of, where the loss reports them.
@@ -157,7 +182,7 @@ def summarise(lines: Sequence[Mapping[str, Any]], results: Mapping[str, Any]) ->
       last[name] = round(values[-1] if name == "kl_fresh" else statistics.fmean(values), 5)
   return {
     "before": results["accuracy_before"], "after": results["accuracy_after"],
-    "curve": [[line["step"], line["eval_accuracy"]] for line in lines if "eval_accuracy" in line],
+    "curve": [[line["step"], round(line["eval_accuracy"], 5)] for line in lines if "eval_accuracy" in line],
     "skipped_updates": results["skipped_updates"], "train_seconds": round(results["train_seconds"], 2), "last": last,
   }
 
@@ -252,11 +277,12 @@ def mean_and_spread(values: Sequence[float]) -> str:
   return f"{100 * statistics.fmean(values):.1f}{spread}"
 
 
-def new_figure(columns: int, *, height: float = 4.0, width: float = 5.2) -> Any:
-  """A matplotlib figure and its axes, without a window."""
+def new_figure(columns: int, *, rows: int = 1, height: float = 4.0, width: float = 5.2) -> Any:
+  """A matplotlib figure and its axes [rows, columns] of this size each, in inches, without a window."""
   import matplotlib
 
   matplotlib.use("agg")
   from matplotlib import pyplot
 
-  return pyplot.subplots(1, columns, figsize=(width * columns, height), squeeze=False, constrained_layout=True)
+  size = (width * columns, height * rows)
+  return pyplot.subplots(rows, columns, figsize=size, squeeze=False, constrained_layout=True)

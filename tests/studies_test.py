@@ -12,7 +12,8 @@ import types
 import numpy as np
 import pytest
 
-from experiments import ablations, off_policy, study, time_to_accuracy, variance
+from experiments import ablations, chains, off_policy, study, time_to_accuracy, variance
+from tba_jax.tasks.base import TaskSettings, decode_response
 
 
 def finished(path, cells):
@@ -57,7 +58,7 @@ def test_rates_are_chosen_at_lag_0_and_at_each_lag_on_the_tuning_seed(tmp_path):
   assert [(key["lag"], key["rate"]) for key in finals] == [(0, middle), (16, middle), (0, middle), (16, low)]
   for key, after in zip(finals, (0.9, 0.5, 0.9, 0.7)):
     if found.find(**key) is None:
-      found.add(key, {"after": after, "before": 0.3, "train_seconds": 2.0})
+      found.add(key, {"after": after, "before": 0.3, "train_seconds": 2.0, "last": {}})
   text = off_policy.write_table(found, tmp_path / "off.md", ["rloo"], [0, 16], [1], 200)
   assert "| `rloo` | 90.0 | 50.0 |" in text and "| `rloo` | 90.0 | 70.0 |" in text
   changes = off_policy.changes_of(finals[1])
@@ -65,8 +66,34 @@ def test_rates_are_chosen_at_lag_0_and_at_each_lag_on_the_tuning_seed(tmp_path):
   assert changes["buffer.capacity"] >= 17 * 32 and changes["buffer.max_uses"] == 1
 
 
+def test_chains_are_worked_out_right_and_no_chain_is_in_two_sets():
+  settings = TaskSettings(seed=3, data_path="", max_prompt_tokens=6, num_eval_prompts=64, num_sft_examples=256)
+  task = chains.Chains(None, settings, num_train_prompts=64, sft_share_with_work=0.5)
+  texts = []
+  for prompt in [*task.train_prompts(), *task.eval_prompts()]:
+    value, *rest = prompt.text.removesuffix(" =").split()
+    for sign, digit in zip(rest[::2], rest[1::2]):
+      value = str(eval_sign(sign, int(value), int(digit)) % 10)
+    assert prompt.answer == value and len(prompt.tokens) == 6
+    rewards = [task.reward(prompt, text, truncated=cut)
+               for text, cut in ((f"3 {value}", False), (f"{value} x", False), ("", False), (value, True))]
+    assert rewards == [1.0, 0.0, 0.0, 0.0]
+    texts.append(prompt.text)
+  examples = task.sft_examples()
+  texts += {task.tokenizer.decode(ids).replace("?", "=") for ids, _ in examples}
+  assert len(set(texts)) == len(texts)
+  lengths = sorted({len(response) for _, response in examples})
+  assert lengths == [2, 8]  # with the stop token: at once, or with every result
+  for _, response in examples[:20]:
+    assert task.response_text(response) == decode_response(task.tokenizer, response)
+
+
+def eval_sign(sign, left, right):
+  return {"+": left + right, "-": left - right, "*": left * right}[sign]
+
+
 def test_every_arm_of_the_ablations_changes_one_setting_and_the_base_is_run_once():
-  keys = list(ablations.cells(tuple(ablations.ARMS), [1], 150))
+  keys = list(ablations.cells(tuple(ablations.ARMS), [1], 100))
   assert len(keys) == 1 + sum(bool(changes) for values in ablations.ARMS.values() for changes in values.values())
   for setting, values in ablations.ARMS.items():
     assert sum(not changes for changes in values.values()) == 1, setting
@@ -143,6 +170,28 @@ def test_a_lab_scores_what_it_sampled_and_takes_the_gradient_of_the_train_step()
   moved = jax.flatten_util.ravel_pytree(jax.tree.map(lambda a, b: a - b, policy, state.params))[0]
   found = lab.gradient(make_loss("rloo"), beta=0.1)(policy, batch)
   np.testing.assert_allclose(found, moved, atol=2e-5 * float(np.abs(found).max()) + 1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss, lag", [("tb_vargrad", 2), ("ppo_clip", 0)])
+def test_a_bare_run_is_the_lockstep_run_of_its_config(tmp_path, monkeypatch, loss, lag):
+  """Rewards of all steps to the last sample, losses and gradients up to rounding, and what is held of the end."""
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+  start = study.starting_model(base=study.CHAINS, settings=study.CHAINS_START, quick=True)
+  changes = {**off_policy.changes_of(off_policy.cell(loss, lag, 1, 1e-3, 6)), "train.steps": 6 + lag}
+  seen = []
+  monkeypatch.setattr(study, "summarise", lambda lines, results: seen.append((lines, results)) or {})
+  study.run_bare_cell(changes, start, quick=True)
+  study.run_cell(changes, start, base=study.CHAINS, quick=True)
+  (mine, my_results), (theirs, their_results) = seen
+  steps = [[line for line in lines if "loss" in line] for lines in (mine, theirs)]
+  assert len(steps[0]) == len(steps[1]) == 6 + lag and any(line["reward"] for line in steps[0])
+  for a, b in zip(*steps):
+    assert (a["reward"], a["staleness_mean"]) == (b["reward"], b["staleness_mean"])
+    for name in ("loss", "grad_norm", "entropy", "ess_share", "learning_rate", "beta"):
+      np.testing.assert_allclose(a[name], b[name], rtol=2e-3, atol=1e-5, err_msg=f"{name} of step {a['step']}")
+  for name in ("accuracy_before", "accuracy_after", "skipped_updates"):
+    assert my_results[name] == their_results[name], name
 
 
 @pytest.mark.slow
