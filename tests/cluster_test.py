@@ -84,7 +84,8 @@ def test_lockstep_on_ray_is_the_local_run_bit_for_bit(tmp_path):
 
 def test_a_trainer_of_two_processes_has_its_searchers_on_ray(tmp_path):
   lockstep = ("--config.runtime.mode=lockstep", "--config.runtime.lag=1", "--config.sync.every_steps=1",
-              "--config.buffer.dedup=False", "--config.devices.trainer=2", "--config.train.steps=3")
+              "--config.buffer.dedup=False", "--config.devices.trainer=2", "--config.devices.searchers=1",
+              "--config.train.steps=2", "--config.eval.size=2", "--config.eval.kl_prompts=0")
   with socket.create_server(("127.0.0.1", 0)) as server:
     port = server.getsockname()[1]
   together = ("--config.runtime.backend=ray", f"--coordinator=127.0.0.1:{port}", "--num_processes=2")
