@@ -32,13 +32,26 @@ def checkpoints(workdir: pathlib.Path) -> list[int]:
   return steps
 
 
-def points_of(workdir: pathlib.Path, out: pathlib.Path, options: Sequence[str]) -> list[dict[str, Any]]:
-  """A point for each checkpoint of a run; `options` are those of `tba_jax.evaluate`."""
+def folder_names(workdirs: Sequence[pathlib.Path]) -> list[str]:
+  """A folder in OUT for each run: the workdir's last part, or the whole path where several end alike."""
+  names = [workdir.name for workdir in workdirs]
+  whole = ["_".join(part for part in workdir.parts if part != workdir.anchor) for workdir in workdirs]
+  return [name if name and names.count(name) == 1 else path for name, path in zip(names, whole)]
+
+
+def points_of(workdir: pathlib.Path, folder: pathlib.Path, options: Sequence[str]) -> list[dict[str, Any]]:
+  """A point for each checkpoint of a run, evaluated in FOLDER/STEP; `options` are those of `tba_jax.evaluate`.
+
+  Raises: ValueError for bad input, and for a run whose evaluations sample.
+  """
   found = []
   for step in checkpoints(workdir):
-    folder = out / workdir.name / str(step)
-    args = evaluate.make_parser().parse_args([f"--workdir={workdir}", f"--step={step}", f"--out={folder}", *options])
+    args = evaluate.make_parser().parse_args(
+      [f"--workdir={workdir}", f"--step={step}", f"--out={folder / str(step)}", *options])
     summary = evaluate.run(args)
+    if "greedy" not in summary:
+      raise ValueError(f"--workdir={workdir} is of task {summary['task']!r}, whose evaluations sample; give a run of a "
+                       "task that is evaluated greedily, as tldr.")
     found.append({
       "step": step, "win_rate": summary["greedy"], "kl": summary["kl"], "tokens": summary["greedy_tokens"],
       "reference_perplexity": summary["reference_perplexity"],
@@ -83,8 +96,15 @@ def main(argv: Sequence[str] | None = None) -> dict[str, list[dict[str, Any]]]:
   parser.add_argument("--samples", type=int, default=4, help="of each prompt, for the KL divergence")
   parser.add_argument("--size", type=int, help="prompts at most; default: as in the run")
   args = parser.parse_args(argv)
+  if args.samples < 1:
+    parser.error(f"--samples={args.samples} must be at least 1: the KL divergence is taken of them")
   options = [f"--samples={args.samples}"] + ([] if args.size is None else [f"--size={args.size}"])
-  frontier = {str(workdir): points_of(workdir, args.out, options) for workdir in args.workdir}
+  try:
+    frontier = {str(workdir): points_of(workdir, args.out / name, options)
+                for workdir, name in zip(args.workdir, folder_names(args.workdir))}
+  except (ValueError, OSError) as error:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(2)
   args.out.mkdir(parents=True, exist_ok=True)
   (args.out / "frontier.json").write_text(json.dumps(frontier, indent=2) + "\n")
   for name, points in frontier.items():

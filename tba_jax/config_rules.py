@@ -344,7 +344,8 @@ def _check_data(c: Mapping[str, Any]) -> Iterator[str]:
     yield "task_args.reward_model='' is a stand-in of random weights, for generated prompts alone; give a reward model"
   if _makes_own_data(c):
     if path:
-      yield f"data.path={path!r} must be empty for task {task!r}, which makes its own problems; drop it"
+      way_out = ", or set task_args.num_generated=0 to read it" if "task_args.num_generated" in c else ""
+      yield f"data.path={path!r} must be empty for task {task!r}, which makes its own problems; drop it{way_out}"
     if task == "arithmetic" and c["eval.size"] == 0:
       yield "eval.size=0 (the whole split) means nothing to task 'arithmetic', which has no end of problems; set a size"
     return

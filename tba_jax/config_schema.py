@@ -354,12 +354,12 @@ def _rules(flat: Mapping[str, Any]) -> dict[str, Rule]:
   """The rules for this config: those of every config, of its task, and of a new model if it makes one."""
   rules = dict(SCHEMA)
   task = flat.get("task")
-  if isinstance(task, str) and is_task_file(task):  # its class says what it takes, when it is made
+  if isinstance(task, str) and task in TASK_ARGS:
+    rules.update({f"task_args.{key}": rule for key, rule in TASK_ARGS[task].items()})
+  else:  # the class of a file says what it takes, when it is made; a task that is not known is told as such
     for name, value in flat.items():
       if name.startswith("task_args."):
         rules[name] = Rule(type(value), lambda value: True, "")
-  elif isinstance(task, str):
-    rules.update({f"task_args.{key}": rule for key, rule in TASK_ARGS.get(task, {}).items()})
   if not flat.get("model.path") or any(name.startswith("model.architecture.") for name in flat):
     rules.update({f"model.architecture.{key}": rule for key, rule in ARCHITECTURE.items()})
   return rules

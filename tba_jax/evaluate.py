@@ -36,8 +36,7 @@ from tba_jax.learner import make_scorer
 from tba_jax.metrics import StageProgress, bytes_bar
 from tba_jax.models import transformer
 from tba_jax.models.variants import ModelConfig
-from tba_jax.sample_statistics import (
-    majority_at_k, mean_half_interval, pass_at_k, summary_table, wilson_interval)
+from tba_jax.sample_statistics import mean_half_interval, summarise, summary_table, wilson_interval
 from tba_jax.sampling.engine import Engine, SampledGroup, SampleRequest, sample_keys
 from tba_jax.tasks import registry
 from tba_jax.tasks.base import (
@@ -236,37 +235,6 @@ def _graded_of_chunk(
       yield group.tag, "sampled" if isinstance(task, SampledEvalTask) else "greedy", [response]
 
 
-def summarise(rows: Sequence[Mapping[str, Any]], *, ks: Sequence[int]) -> dict[str, Any]:
-  """Numbers of an evaluation, means over prompts with 95% intervals [low, high]; a success is a reward of 1."""
-  num, once = len(rows), "sampled" if "sampled" in rows[0] else "greedy"
-
-  def share(values: Sequence[float]) -> dict[str, Any]:
-    mean = float(np.mean(values))
-    return {"mean": mean, "interval": list(wilson_interval(mean, num))}
-
-  first = [row[once] for row in rows]
-  rewards = [response["reward"] for response in first if response["reward"] is not None]
-  everything = [*first, *(sample for row in rows for sample in row["samples"])]
-  summary: dict[str, Any] = {
-      "num_prompts": num,
-      once: share([response["reward"] == 1 for response in first]),
-      f"{once}_reward": float(np.mean(rewards or [math.nan])),
-      f"{once}_tokens": float(np.mean([len(response["tokens"]) for response in first])),
-      f"{once}_truncated": float(np.mean([response["truncated"] for response in first])),
-      "not_graded": sum(response["reward"] is None for response in everything),
-  }
-  num_samples = len(rows[0]["samples"])
-  if num_samples:
-    rights = [[sample["reward"] == 1 for sample in row["samples"]] for row in rows]
-    summary |= {"num_samples": num_samples, "samples": share([float(np.mean(right)) for right in rights])}
-    answers = [[sample["answer"] for sample in row["samples"]] for row in rows]
-    for k in ks:
-      summary[f"pass@{k}"] = share([pass_at_k(num_samples, sum(right), k) for right in rights])
-      if any(answer is not None for found in answers for answer in found):
-        summary[f"maj@{k}"] = share([majority_at_k(found, right, k) for found, right in zip(answers, rights)])
-  return summary
-
-
 def response_log_probs(
     cfg: ModelConfig, params: Any, pairs: Sequence[tuple[np.ndarray, Sequence[int]]], *, temperature: float, dtype: Any
 ) -> np.ndarray:
@@ -313,6 +281,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     raise ValueError("give either --model=PATH or --workdir=RUN.")
   given = {name: getattr(args, name) for name in _DEFAULTS if getattr(args, name) is not None}
   options = {**_DEFAULTS, **_options_of_run(args.workdir), **given}
+  for name, least in _LEAST.items():
+    value = {**vars(args), **options}[name]
+    if value < least:
+      raise ValueError(f"--{name}={value} must be at least {least}.")
+  if not 0 < options["temperature"] < math.inf:
+    raise ValueError(f"--temperature={options['temperature']} must be a finite number above 0.")
   if not options["task"]:
     raise ValueError("--task is missing; give a task's name, or FILE.py:CLASS.")
   if args.samples and not all(1 <= k <= args.samples for k in args.k):
@@ -368,6 +342,9 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
+_LEAST = {"size": 0, "samples": 0, "max_prompt_tokens": 1, "max_new_tokens": 1, "seed": 0, "slots": 1}
+
+
 def _options_of_run(workdir: pathlib.Path | None) -> dict[str, Any]:
   """What the run in a workdir was told of task and sampling; nothing without a workdir."""
   if workdir is None:
@@ -384,7 +361,10 @@ def _options_of_run(workdir: pathlib.Path | None) -> dict[str, Any]:
 
 def _claim(folder: pathlib.Path, settings: Mapping[str, Any]) -> None:
   """Makes the folder of this evaluation, or checks that it is. Raises: ValueError if it is of another one."""
-  folder.mkdir(parents=True, exist_ok=True)
+  try:
+    folder.mkdir(parents=True, exist_ok=True)
+  except OSError as error:
+    raise ValueError(f"--out={folder} cannot be made ({error.strerror}); give another folder.") from error
   path = folder / "settings.json"
   if path.is_file():
     found = json.loads(path.read_text())
@@ -393,6 +373,22 @@ def _claim(folder: pathlib.Path, settings: Mapping[str, Any]) -> None:
       raise ValueError(f"--out={folder} belongs to another evaluation ({'; '.join(changed)}); give another folder.")
   else:
     path.write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def _json_object(text: str) -> dict[str, Any]:
+  try:
+    found = json.loads(text)
+  except json.JSONDecodeError:
+    found = None
+  if not isinstance(found, dict):
+    raise argparse.ArgumentTypeError(f"{text} is no JSON object; write one, as '{{\"prompt_format\": \"chat\"}}'")
+  return found
+
+
+def _numbers(text: str) -> list[int]:
+  if not all(part.strip().isdecimal() for part in text.split(",")):
+    raise argparse.ArgumentTypeError(f"{text} must be numbers, as 1,4,8")
+  return [int(part) for part in text.split(",")]
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -404,11 +400,11 @@ def make_parser() -> argparse.ArgumentParser:
   parser.add_argument("--step", type=int, help="which checkpoint of the run; default: the newest")
   parser.add_argument("--out", required=True, type=pathlib.Path, help="folder to write; the same one again resumes")
   parser.add_argument("--task", help="a task's name, or FILE.py:CLASS")
-  parser.add_argument("--task_args", type=json.loads, help="JSON object of what the task takes")
+  parser.add_argument("--task_args", type=_json_object, help="JSON object of what the task takes")
   parser.add_argument("--data", help="as data.path of a config")
   parser.add_argument("--size", type=int, help="prompts at most; 0: the whole split")
   parser.add_argument("--samples", type=int, default=0, help="of each prompt, beside the greedy response")
-  parser.add_argument("--k", type=lambda text: [int(k) for k in text.split(",")], default=[1],
+  parser.add_argument("--k", type=_numbers, default=[1],
                       help="of pass@k and maj@k, as 1,4,8")
   parser.add_argument("--temperature", type=float, help="of the samples")
   parser.add_argument("--max_prompt_tokens", type=int)
@@ -422,14 +418,17 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-  """The command; bad input ends with one line on stderr and exit code 2."""
+  """The command; bad input ends with one line on stderr and exit code 2, Ctrl-C with 130."""
   logging.set_verbosity(logging.ERROR)  # orbax warns of every option that reading only implies
   args = make_parser().parse_args(argv)
   try:
     summary = run(args)
-  except ValueError as error:
+  except (ValueError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)
     sys.exit(2)
+  except KeyboardInterrupt:
+    print(f"\nstopped; the same command goes on with what {args.out}/samples.jsonl has", file=sys.stderr)
+    sys.exit(130)
   print(f"{summary_table(summary)}\n\nAs numbers: {args.out / 'summary.json'}")
 
 

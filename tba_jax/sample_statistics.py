@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 import math
 from typing import Any
 
+import numpy as np
+
 _Z = 1.959963984540054  # of a two-sided 95% interval
 
 
@@ -70,6 +72,37 @@ _ROW_NAMES = {
   "kl": "KL to the reference (nats)", "cosine_distance": "mean cosine distance",
 }
 _SHARES = ("greedy", "sampled", "samples", "greedy_truncated", "sampled_truncated")
+
+
+def summarise(rows: Sequence[Mapping[str, Any]], *, ks: Sequence[int]) -> dict[str, Any]:
+  """Numbers of an evaluation, means over prompts with 95% intervals [low, high]; a success is a reward of 1."""
+  num, once = len(rows), "sampled" if "sampled" in rows[0] else "greedy"
+
+  def share(values: Sequence[float]) -> dict[str, Any]:
+    mean = float(np.mean(values))
+    return {"mean": mean, "interval": list(wilson_interval(mean, num))}
+
+  first = [row[once] for row in rows]
+  rewards = [response["reward"] for response in first if response["reward"] is not None]
+  everything = [*first, *(sample for row in rows for sample in row["samples"])]
+  summary: dict[str, Any] = {
+      "num_prompts": num,
+      once: share([response["reward"] == 1 for response in first]),
+      f"{once}_reward": float(np.mean(rewards or [math.nan])),
+      f"{once}_tokens": float(np.mean([len(response["tokens"]) for response in first])),
+      f"{once}_truncated": float(np.mean([response["truncated"] for response in first])),
+      "not_graded": sum(response["reward"] is None for response in everything),
+  }
+  num_samples = len(rows[0]["samples"])
+  if num_samples:
+    rights = [[sample["reward"] == 1 for sample in row["samples"]] for row in rows]
+    summary |= {"num_samples": num_samples, "samples": share([float(np.mean(right)) for right in rights])}
+    answers = [[sample["answer"] for sample in row["samples"]] for row in rows]
+    for k in ks:
+      summary[f"pass@{k}"] = share([pass_at_k(num_samples, sum(right), k) for right in rights])
+      if any(answer is not None for found in answers for answer in found):
+        summary[f"maj@{k}"] = share([majority_at_k(found, right, k) for found, right in zip(answers, rights)])
+  return summary
 
 
 def summary_table(summary: Mapping[str, Any]) -> str:

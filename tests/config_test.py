@@ -127,6 +127,11 @@ def test_tldr_has_the_papers_settings():
   config = tldr.get_config().to_dict()
   config["task_args"]["reward_model"] = ""
   assert _problems(config, num_devices=4)[0].startswith("task_args.reward_model='' is a stand-in of random weights")
+  config = tldr.get_config("smoke").to_dict()
+  config["data"]["path"] = "posts"
+  (line,) = _problems(config, num_devices=2)
+  assert line == ("data.path='posts' must be empty for task 'tldr', which makes its own problems; drop it, or set "
+                  "task_args.num_generated=0 to read it")
 
 
 def test_redteam_has_the_papers_settings(monkeypatch):
@@ -335,6 +340,11 @@ def test_adapters_of_the_attention():
 ])
 def test_wrong_value_of_one_key(name, value, line):
   assert line in _problems(_quickstart(**{name: value}))
+
+
+def test_of_a_task_that_is_not_known_its_name_alone_is_told():
+  (line,) = _problems(_quickstart(**{"task": "mine.py", "task_args.num_train_prompts": "many"}))
+  assert line.startswith("task='mine.py' must be one of arithmetic, gsm8k,")
 
 
 def test_a_whole_number_stands_for_a_float_and_a_list_for_a_tuple():

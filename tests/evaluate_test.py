@@ -122,6 +122,9 @@ def test_rows_numbers_and_going_on(model, tmp_path, capsys):
   (["--task=gsm8k", "--model=a", "--workdir=b"], "give either --model=PATH or --workdir=RUN"),
   (["--model=a"], "--task is missing; give a task's name, or FILE.py:CLASS"),
   (["--model=a", "--task=gsm8k", "--samples=4", "--k=1,8"], "--k=1,8 must lie between 1 and --samples=4"),
+  (["--model=a", "--task=gsm8k", "--slots=0"], "--slots=0 must be at least 1"),
+  (["--model=a", "--task=gsm8k", "--size=-1"], "--size=-1 must be at least 0"),
+  (["--model=a", "--task=gsm8k", "--temperature=0"], "--temperature=0.0 must be a finite number above 0"),
   (["--workdir=nowhere"], "--workdir=nowhere is not the workdir of a run: it has no config.json; give the folder"),
   (["--model=nowhere/at/all", "--task=gsm8k"], "nowhere/at/all"),
 ])  # fmt: skip
@@ -131,6 +134,34 @@ def test_bad_input_is_one_line(argv, line, tmp_path, capsys):
   assert ended.value.code == 2
   errors = capsys.readouterr().err.splitlines()
   assert len(errors) == 1 and line in errors[0]
+
+
+@pytest.mark.parametrize("argument, line", [
+  ("--task_args={prompt_format: chat}", "{prompt_format: chat} is no JSON object; write one, as '{\"prompt_format\": "),
+  ("--task_args=[1]", "[1] is no JSON object"),
+  ("--k=1;8", "1;8 must be numbers, as 1,4,8"),
+])  # fmt: skip
+def test_what_cannot_be_read(argument, line, tmp_path, capsys):
+  with pytest.raises(SystemExit) as ended:
+    evaluate.main(["--model=a", "--task=gsm8k", argument, f"--out={tmp_path / 'out'}"])
+  assert ended.value.code == 2 and line in capsys.readouterr().err
+
+
+def test_a_file_in_the_way_and_an_interrupt(model, tmp_path, monkeypatch, capsys):
+  (tmp_path / "taken").touch()
+  with pytest.raises(SystemExit) as ended:
+    _run(model, tmp_path / "taken" / "out")
+  line = f"--out={tmp_path}/taken/out cannot be made (Not a directory); give another folder"
+  assert ended.value.code == 2 and line in capsys.readouterr().err.splitlines()[-1]
+
+  def interrupt(args):
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(evaluate, "run", interrupt)
+  with pytest.raises(SystemExit) as ended:
+    evaluate.main(["--model=a", "--task=gsm8k", f"--out={tmp_path}"])
+  assert ended.value.code == 130
+  assert f"stopped; the same command goes on with what {tmp_path}/samples.jsonl has" in capsys.readouterr().err
 
 
 def test_ungraded_responses_are_no_successes_and_are_counted():

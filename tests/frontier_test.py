@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pathlib
 
 import pytest
 import runs
@@ -41,8 +42,28 @@ def test_points_are_the_evaluations_of_every_checkpoint(tmp_path, monkeypatch, c
     (8, 0.04, 1.0), (64, 0.32, 8.0), (128, 0.64, 16.0)]
   assert json.loads((tmp_path / "out" / "frontier.json").read_text()) == found
   assert "128   64.0%  54.0% to 84.0%    16.00  15.90 to 16.20        1.128     20.0" in capsys.readouterr().out
-  with pytest.raises(ValueError, match="holds no checkpoint; give the workdir of a run"):
-    tldr_frontier.checkpoints(tmp_path)
+
+
+@pytest.mark.parametrize("argument, line", [
+  ("--samples=2", "holds no checkpoint; give the workdir of a run"),
+  ("--samples=0", "--samples=0 must be at least 1: the KL divergence is taken of them"),
+])  # fmt: skip
+def test_bad_input_of_the_frontier_is_one_line(tmp_path, capsys, argument, line):
+  with pytest.raises(SystemExit) as ended:
+    tldr_frontier.main([f"--workdir={tmp_path}", f"--out={tmp_path}/out", argument])
+  assert ended.value.code == 2 and line in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_run_that_is_evaluated_by_sampling_has_no_frontier(tmp_path, monkeypatch):
+  (tmp_path / "checkpoints" / "2").mkdir(parents=True)
+  monkeypatch.setattr(evaluate, "run", lambda args: {"task": "redteam", "sampled": {}})
+  with pytest.raises(ValueError, match="is of task 'redteam', whose evaluations sample; give a run of a task that is"):
+    tldr_frontier.points_of(tmp_path, tmp_path / "out", [])
+
+
+def test_folders_of_runs_that_end_alike_differ():
+  paths = [pathlib.Path(path) for path in ("a/tldr", "/b/tldr", "c/other")]
+  assert tldr_frontier.folder_names(paths) == ["a_tldr", "b_tldr", "other"]
 
 
 @pytest.mark.slow

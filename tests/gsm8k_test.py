@@ -142,6 +142,16 @@ def test_malformed_lines_name_file_and_line(tmp_path, line, message):
     make_task(folder)
 
 
+def test_bytes_that_are_no_utf8_name_file_and_line(tmp_path):
+  folder = write_rows(tmp_path)
+  row = json.dumps(ROWS[0]).encode() + b"\n"
+  (tmp_path / "train.jsonl").write_bytes(b"\xef\xbb\xbf" + row + b'{"question": "Caf\xe9?", "answer": "#### 1"}\n')
+  with pytest.raises(ValueError, match=r"train.jsonl line 2 is not UTF-8 \(byte 0xe9 at 18\); save the file as UTF-8"):
+    make_task(folder)
+  (tmp_path / "train.jsonl").write_bytes(b"\xef\xbb\xbf" + row)  # a byte order mark is no mistake
+  assert len(make_task(folder).train_prompts()) == 1
+
+
 def test_missing_data(tmp_path):
   with pytest.raises(ValueError, match="data folder .*absent does not exist; give a folder with train.jsonl and test"):
     make_task(str(tmp_path / "absent"))

@@ -45,6 +45,22 @@ def test_the_page_builds_countdown(countdown):
   assert len(again.train_prompts()) == 2048
 
 
+_WITH_PROMPTS = """
+import numpy as np
+from tba_jax.types import Prompt
+
+
+class Mine:
+  name, tokenizer = "m", 0
+
+  def __init__(self, tokenizer, settings):
+    del tokenizer, settings
+
+  reward = response_text = None
+  train_prompts = eval_prompts = lambda self: [{}]
+"""
+
+
 @pytest.mark.parametrize("code, args, line", [
     ("x = 1\ny = 1 / 0\n", {}, r"mine.py line 2 raises ZeroDivisionError: division by zero; correct the file"),
     ("import absent_package", {}, "line 1 raises ModuleNotFoundError: No module named 'absent_package'"),
@@ -61,6 +77,16 @@ def test_the_page_builds_countdown(countdown):
     ("class Mine:\n  def __init__(self, tokenizer, settings): pass\n  name = 'm'\n  tokenizer = 0\n"
      "  train_prompts = eval_prompts = reward = response_text = lambda self: []", {},
      r"train_prompts\(\) of .* gives no prompts"),
+    ("class Mine:\n  def __init__(self, tokenizer, settings):\n    self.words = {}['words']", {},
+     r"mine.py line 3 raises KeyError: 'words'; correct the file"),
+    ("class Mine:\n  def __init__(self, tokenizer, settings): pass\n  name = 'm'\n  tokenizer = 0\n"
+     "  reward = response_text = eval_prompts = None\n  def train_prompts(self):\n    return self.rows", {},
+     r"mine.py line 7 raises AttributeError: 'Mine' object has no attribute 'rows'; correct the file"),
+    (_WITH_PROMPTS.format("'1 2 ->'"), {},
+     r"train_prompts\(\) of .*: entry 0 is a str; make it a tba_jax.types.Prompt"),
+    (_WITH_PROMPTS.format("Prompt(0, [1, 2], '', '')"), {}, "tokens of entry 0 are a list; they must be a vector of"),
+    (_WITH_PROMPTS.format("Prompt(0, np.arange(2), '', '')"), {}, r"tokens of entry 0 are int64 \(2,\); they must"),
+    (_WITH_PROMPTS.format("Prompt(0, np.zeros(0, np.int32), '', '')"), {}, r"are int32 \(0,\); they must"),
 ])  # fmt: skip
 def test_mistakes_in_a_file(tmp_path, code, args, line):
   (tmp_path / "mine.py").write_text(code)

@@ -373,6 +373,13 @@ def test_what_cannot_be_shown_is_refused_in_one_line(tmp_path, capsys):
     read(folder)
 
 
+def test_a_page_that_cannot_be_written_is_told_in_one_line(tmp_path, capsys):
+  with pytest.raises(SystemExit) as caught:
+    report.main([str(write_run(tmp_path / "run")), f"--out={tmp_path}/none/page.html"])
+  line = f"error: {tmp_path}/none/page.html cannot be written (No such file or directory); give another file with --out"
+  assert caught.value.code == 2 and capsys.readouterr().err == line + "\n"
+
+
 def test_report_of_a_real_run(tmp_path, compile_once, easy_reward, capsys):
   import runs
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import types
 
 import numpy as np
+import pytest
 
 from tba_jax.sampling.engine import SampledGroup
 from tba_jax.searcher import Searcher, SampleSettings
@@ -26,11 +28,18 @@ def test_a_task_that_grades_one_by_one():
     seen.append((prompt, text, truncated))
     return {"none": None, "nan": float("nan")}.get(text, len(text))
 
-  group_reward = make_reward(types.SimpleNamespace(reward=reward), None, for_eval=False)
+  group_reward = make_reward(types.SimpleNamespace(name="mine", reward=reward), None, for_eval=False)
   found = group_reward(PROMPT, _responses("a", "none", "nan", "bcd", truncated=(3,)))
   np.testing.assert_array_equal(found, np.array([1, np.nan, np.nan, 3], np.float32))
   assert found.dtype == np.float32
   assert seen == [(PROMPT, "a", False), (PROMPT, "none", False), (PROMPT, "nan", False), (PROMPT, "bcd", True)]
+
+
+@pytest.mark.parametrize("given", ["right", "1.0", [0.5]])
+def test_a_reward_that_is_no_number_is_named(given):
+  task = types.SimpleNamespace(name="mine", reward=lambda prompt, text, *, truncated: given)
+  with pytest.raises(TypeError, match=rf"reward\(\) of task mine gave {re.escape(repr(given))}; it must give"):
+    make_reward(task, None, for_eval=False)(PROMPT, _responses("a"))
 
 
 def _searcher(reward, truncated):

@@ -34,9 +34,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     runs = [read_run(folder, num_rollouts=max(10, _NUM_ROLLOUTS // num), rollout_bytes=_ROLLOUT_BYTES // num)
             for folder in args.workdirs]
     text = make_page(runs)
-    write_atomic(out, text)
   except (ValueError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)
+    sys.exit(2)
+  try:
+    write_atomic(out, text)
+  except OSError as error:
+    print(f"error: {out} cannot be written ({error.strerror}); give another file with --out", file=sys.stderr)
     sys.exit(2)
   print(f"wrote {out} ({out.stat().st_size / 1e6:.2f} MB, {num} run{'s' if num > 1 else ''})")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import math
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -122,9 +123,21 @@ def make_reward(task: Task, device_or_mesh: Any, *, for_eval: bool) -> GroupRewa
       task.reward(prompt, text, truncated=bool(truncated))
       for text, truncated in zip(responses.texts, responses.truncated)
     ]
-    return np.array([np.nan if reward is None else reward for reward in found], np.float32)
+    return np.array([_number(reward, task.name) for reward in found], np.float32)
 
   return one_by_one
+
+
+def _number(reward: Any, name: str) -> float:
+  """A reward as a number; None is NaN. Raises: TypeError for anything that is none, text of digits included."""
+  if reward is None:
+    return math.nan
+  if isinstance(reward, (str, bytes)) or np.ndim(reward):
+    raise TypeError(
+      f"reward() of task {name} gave {reward!r}; it must give one number, or NaN or None for a response that cannot be "
+      "graded"
+    )
+  return float(reward)
 
 
 def fitting(

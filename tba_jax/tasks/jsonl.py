@@ -29,7 +29,7 @@ def read_jsonl(folder: str | pathlib.Path, split: str, *, texts: Sequence[str]) 
   if not path.is_file():
     raise ValueError(f"{path} does not exist; the data folder must hold train.jsonl and test.jsonl.")
   rows = []
-  with path.open(encoding="utf8") as lines:
+  with path.open("rb") as lines:  # decoded line by line, so that a byte that is no UTF-8 has a line, too
     for number, line in enumerate(lines, start=1):
       if line.strip():
         rows.append(JsonRow(_parse(line, f"{path} line {number}", texts), f"{path} line {number}"))
@@ -38,9 +38,13 @@ def read_jsonl(folder: str | pathlib.Path, split: str, *, texts: Sequence[str]) 
   return rows
 
 
-def _parse(line: str, source: str, texts: Sequence[str]) -> dict[str, Any]:
+def _parse(line: bytes, source: str, texts: Sequence[str]) -> dict[str, Any]:
   try:
-    row = json.loads(line)
+    row = json.loads(line.decode("utf-8-sig"))  # some editors put a byte order mark first
+  except UnicodeDecodeError as error:
+    raise ValueError(
+      f"{source} is not UTF-8 (byte {line[error.start]:#04x} at {error.start + 1}); save the file as UTF-8."
+    ) from error
   except json.JSONDecodeError as error:
     raise ValueError(f"{source} is not JSON ({error.msg}, column {error.colno}); correct the line.") from error
   found = sorted(row) if isinstance(row, dict) else type(row).__name__

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
 import dataclasses
 import importlib.util
 import inspect
@@ -10,6 +11,8 @@ import pathlib
 import sys
 import traceback
 from typing import Any
+
+import numpy as np
 
 from tba_jax.config_schema import TASK_ARGS, is_task_file
 
@@ -22,6 +25,7 @@ from tba_jax.tasks.redteam import Judges, RedTeamTask
 from tba_jax.tasks.tldr import TldrTask
 from tba_jax.tasks.victim import VictimSettings
 from tba_jax.tokenizer import Tokenizer
+from tba_jax.types import Prompt
 
 
 def _arithmetic(tokenizer: Tokenizer | None, settings: TaskSettings, **task_args: Any) -> Task:
@@ -84,10 +88,10 @@ def make_task(name: str, tokenizer: Tokenizer | None, settings: TaskSettings, ta
   """
   make = _make_from_file if is_task_file(name) else _make_named
   task = make(name, tokenizer, settings, task_args)
-  prompts = {"train_prompts": task.train_prompts(), "eval_prompts": task.eval_prompts()}
+  with _telling_where(name.rpartition(":")[0]) if is_task_file(name) else contextlib.nullcontext():
+    prompts = {"train_prompts": task.train_prompts(), "eval_prompts": task.eval_prompts()}
   for method, found in prompts.items():
-    if not found:
-      raise ValueError(f"{method}() of {name} gives no prompts; at least one is needed.")
+    _check_prompts(f"{method}() of {name}", found)
   longest = max(len(prompt.tokens) for found in prompts.values() for prompt in found)
   if longest > settings.max_prompt_tokens:
     raise ValueError(
@@ -95,6 +99,21 @@ def make_task(name: str, tokenizer: Tokenizer | None, settings: TaskSettings, ta
       f"{longest}"
     )
   return task
+
+
+def _check_prompts(source: str, found: Sequence[Prompt]) -> None:
+  if not found:
+    raise ValueError(f"{source} gives no prompts; at least one is needed.")
+  for index, prompt in enumerate(found):
+    if not isinstance(prompt, Prompt):
+      raise ValueError(f"{source}: entry {index} is a {type(prompt).__name__}; make it a tba_jax.types.Prompt.")
+    tokens = prompt.tokens
+    if not (isinstance(tokens, np.ndarray) and tokens.ndim == 1 and tokens.dtype == np.int32 and len(tokens)):
+      shown = f"{tokens.dtype} {tokens.shape}" if isinstance(tokens, np.ndarray) else f"a {type(tokens).__name__}"
+      raise ValueError(
+        f"{source}: tokens of entry {index} are {shown}; they must be a vector of int32 that is not empty, as "
+        "np.array(tokenizer.encode(text), np.int32)."
+      )
 
 
 def _make_named(
@@ -123,7 +142,8 @@ def _make_from_file(
       f"{spec} cannot be called with ({args}): {error}; it takes "
       f"{inspect.signature(cls)}. Change the class, or task_args in the config."
     ) from error
-  task = cls(tokenizer, settings, **task_args)
+  with _telling_where(spec.rpartition(":")[0]):
+    task = cls(tokenizer, settings, **task_args)
   missing = [name for name in _NEEDED if not hasattr(task, name)]
   if missing:
     raise ValueError(
@@ -132,6 +152,18 @@ def _make_from_file(
   if task.tokenizer is None:
     raise ValueError(f"{spec} has no tokenizer of its own for a new model; set model.path, or let the class make one.")
   return task
+
+
+@contextlib.contextmanager
+def _telling_where(path: str) -> Iterator[None]:
+  """What the user's file raises, whatever it is, becomes a ValueError that names its line."""
+  try:
+    yield
+  except Exception as error:
+    file = str(pathlib.Path(path).expanduser().resolve())
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    where = f" line {lines[-1]}" if lines else ""
+    raise ValueError(f"{path}{where} raises {type(error).__name__}: {error}; correct the file.") from error
 
 
 def load_class(spec: str) -> Callable[..., Any]:
@@ -149,12 +181,8 @@ def load_class(spec: str) -> Callable[..., Any]:
   found = importlib.util.spec_from_file_location(module_name, file)
   module = importlib.util.module_from_spec(found)
   sys.modules[module_name] = module  # dataclasses look their module up
-  try:
+  with _telling_where(path):
     found.loader.exec_module(module)
-  except Exception as error:  # of the user's file, whatever it is
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
-    where = f" line {lines[-1]}" if lines else ""
-    raise ValueError(f"{path}{where} raises {type(error).__name__}: {error}; correct the file.") from error
   if not hasattr(module, name):
     own = [value for value in vars(module).values() if isinstance(value, type) and value.__module__ == module_name]
     classes = sorted(value.__name__ for value in own)
