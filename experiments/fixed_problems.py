@@ -6,11 +6,6 @@ the held-out problems.
 
 from __future__ import annotations
 
-import pathlib
-import sys
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # so that it runs as a file, too
-
 from experiments import study
 from tba_jax.tasks.arithmetic import ArithmeticTask
 from tba_jax.tasks.base import TaskSettings

@@ -6,7 +6,6 @@ Nothing here is a runtime: the parts are those of `tba_jax`, called by hand in t
 from __future__ import annotations
 
 import pathlib
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,8 +13,6 @@ import jax
 import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # so that it runs as a file, too
 
 from tba_jax.checkpoints.model_folder import read_model_folder
 from tba_jax.checkpoints.run_state import load_initial
