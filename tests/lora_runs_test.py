@@ -11,13 +11,12 @@ import pytest
 import torch
 import transformers
 
-from tba_jax import export, metrics
+from tba_jax import export, metrics, train
 from tba_jax.checkpoints import run_state
 from tba_jax.checkpoints.model_folder import read_lora, read_model_folder
 from tba_jax.config import ConfigError
 from tba_jax.models import lora as lora_lib
 from tba_jax.models import transformer
-from tba_jax.runtime.run import Run
 from tba_jax.runtime.settings import StopFlag
 from tba_jax.tasks.arithmetic import ArithmeticTask
 from tests import runs
@@ -70,8 +69,8 @@ def finished(tmp_path_factory):
   seen = []
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(ArithmeticTask, "reward", number_reward)
-    results = Run.results
-    patch.setattr(Run, "results", lambda self: (seen.append(self), results(self))[1])
+    results_of = train.results_of
+    patch.setattr(train, "results_of", lambda run: (seen.append(run), results_of(run))[1])
     folder = tmp_path_factory.mktemp("finished") / "run"
     assert runs.run(_config(), folder) == 0
   return folder, seen[0]

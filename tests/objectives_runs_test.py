@@ -39,6 +39,7 @@ def stop_after(steps, workdir, config, monkeypatch):
     assert runs.run(config, workdir, stop) == 0
 
 
+@pytest.mark.slow
 def test_a_critic_is_trained_saved_and_resumed_to_the_bit(tmp_path, monkeypatch):
   config = runs.short_config(
     loss__name="ppo", loss__head_learning_rate=3e-2, buffer__dedup=False, runtime__mode="lockstep", runtime__lag=1,
