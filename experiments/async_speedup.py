@@ -34,6 +34,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # so that it runs as a file, too
 
@@ -80,43 +81,56 @@ def make_config(arm: str, *, seed: int, steps: int, quick: bool, searchers: int)
 
 def run_arm(
     arm: str, folder: pathlib.Path, *, seed: int, steps: int, quick: bool, searchers: int, latency_secs: float) -> None:
-  """Trains as the trainer's own command would, noting the time of every publish and copying weights now and then."""
-  import jax
-
-  from tba_jax import config as config_lib
-  from tba_jax import main as main_lib
-  from tba_jax import train
-  from tba_jax.runtime.run import Run
+  """An arm; accuracies and then its marks are written when it is done."""
   from tba_jax.sampling.engine import Engine
 
-  config = make_config(arm, seed=seed, steps=steps, quick=quick, searchers=searchers)
-  main_lib.set_up_jax(config.devices)
-  config_lib.validate(config, num_devices=jax.device_count(), platform=jax.default_backend())
-  _start_from(folder.parent.parent / VERSION0 / folder.name, folder, config_lib.to_json(config))
-  marks, copies, runs = [], {}, []
-  publish, step = Run.publish, Engine.step
-
-  def noted(run: Run, *, wait: bool) -> None:
-    publish(run, wait=wait)
-    marks.append({"step": run.step, "wall_time": time.time(), "cpu_secs": time.process_time(),
-                  "machine_busy_secs": machine_busy_secs()})
-    if run.step % max(1, steps // NUM_COPIES) == 0:
-      copies[run.step] = jax.device_get(run.trainer.state.params)
-    runs[:] = [run]
+  step = Engine.step
 
   def slow_step(engine: Engine):
     done = step(engine)
     time.sleep(latency_secs)
     return done
 
-  Run.publish, Run.evaluation_due = noted, lambda run: False
+  config = make_config(arm, seed=seed, steps=steps, quick=quick, searchers=searchers)
   Engine.step = slow_step if arm in SIMULATED else step
-  code = train.run(config, str(folder))
+  code, run, marks, copies = train_noted(config, folder, version0=folder.parent.parent / VERSION0 / folder.name)
   Engine.step = step
   if code == 0 and arm not in (VERSION0, *SIMULATED):
-    write_atomic(folder / ACCURACY, json.dumps(evaluate(runs[0], copies)))
+    write_atomic(folder / ACCURACY, json.dumps(evaluate(run, copies)))
   write_atomic(folder / MARKS, json.dumps(marks))  # last: it says that the arm is done
   sys.exit(code)
+
+
+def train_noted(config, folder: pathlib.Path, *, version0: pathlib.Path) -> tuple[int, Any, list[dict], dict]:
+  """Trains as the trainer's own command would, without evaluations, from the fine-tuned model of the run `version0`
+  where there is one.
+
+  Returns: exit code, the run, the times of its publishes, and copies of its weights by step, NUM_COPIES at most.
+  """
+  import jax
+
+  from tba_jax import config as config_lib
+  from tba_jax import main as main_lib
+  from tba_jax import train
+  from tba_jax.runtime.run import Run
+
+  main_lib.set_up_jax(config.devices, backend=config.runtime.backend)
+  config_lib.validate(config, num_devices=jax.device_count(), platform=jax.default_backend())
+  _start_from(version0, folder, config_lib.to_json(config))
+  marks, copies, runs = [], {}, []
+  publish = Run.publish
+
+  def noted(run: Run, *, wait: bool) -> None:
+    publish(run, wait=wait)
+    marks.append({"step": run.step, "wall_time": time.time(), "cpu_secs": time.process_time(),
+                  "machine_busy_secs": machine_busy_secs()})
+    if run.step % max(1, config.train.steps // NUM_COPIES) == 0:
+      copies[run.step] = jax.device_get(run.trainer.state.params)
+    runs[:] = [run]
+
+  Run.publish, Run.evaluation_due = noted, lambda run: False
+  code = train.run(config, str(folder))
+  return code, (runs or [None])[0], marks, copies
 
 
 def machine_busy_secs() -> float:
