@@ -50,6 +50,8 @@ FORMS = (
        "--compile=1 --out={dir}/plans --cache={dir}/plan_cache", "a slice of TPUs needs libtpu, 684 MB"),
   Form(r"python experiments/async_speedup\.py --out \S+",
        "python experiments/async_speedup.py --quick --seeds=0 --out {dir}/async_speedup", "20 minutes"),
+  Form(r"python experiments/cluster_bench\.py (\w+) --out \S+", "python experiments/cluster_bench.py \\1 --help",
+       "it needs Ray and two cores for minutes"),
   Form(r"python -m experiments\.(\w+)", "python -m experiments.\\1 --help", "hours; the studies have tests of their own"),
   Form(r"make test(-slow)?|python -m pytest", "python -m pytest --collect-only -q", "the tests run by themselves"),
   Form(r"make docs-check", because="it is this"),
