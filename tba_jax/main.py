@@ -263,13 +263,40 @@ def _wrong_processes() -> Iterator[str]:
     yield f"--process_id={own_id} must be from 0 to {number - 1}, another for each process"
 
 
-def _processes() -> _Processes:
-  """What the flags say of them. Raises: ConfigError if the environment is to say it and does not."""
+def _processes(backend: str) -> _Processes:
+  """What the flags say of them. Raises: ConfigError if the environment is to say it and does not, or if this process
+  would wait alone for the other hosts of a slice."""
   if not _COORDINATOR.value:
+    number = 1 if backend == "ray" else _num_hosts_of_slice()
+    if number > 1:
+      raise config_lib.ConfigError([
+        f"this machine is one of {number} of a TPU slice, whose chips wait for each other; start on each of them, "
+        f"within 25 s,\n  {_command('--coordinator=auto')}\nor have searchers on the others by Ray (docs/cloud_tpu.md)"])
     return _Processes()
   if _COORDINATOR.value == "auto":
     return _of_environment()
   return _Processes(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
+
+
+def _num_hosts_of_slice() -> int:
+  """Hosts of the TPU slice that this machine is in; 1 without one, or where jax is told to leave it alone."""
+  from jax._src.clusters import cloud_tpu_cluster  # jax has no public name for it
+
+  if "TPU_PROCESS_BOUNDS" in os.environ or os.environ.get("JAX_PLATFORMS") == "cpu":
+    return 1
+  for cluster in (cloud_tpu_cluster.GkeTpuCluster, cloud_tpu_cluster.GceTpuCluster):
+    try:
+      if cluster.is_env_present():
+        return cluster.get_process_count()
+    except (OSError, RuntimeError, ValueError):  # no answer of the cloud's metadata
+      return 1
+  return 1
+
+
+def _command(*asked: str) -> str:
+  """This command, with other flags for the trainer's processes."""
+  given = ("coordinator", "num_processes", "process_id")
+  return " ".join(["python -m tba_jax.main", *(arg for arg in sys.argv[1:] if _name(arg) not in given), *asked])
 
 
 def _of_environment() -> _Processes:
@@ -293,13 +320,9 @@ def _meet(config: Any, processes: _Processes) -> World:
 
   from tba_jax.runtime import world as world_lib
 
-  given = ("coordinator", "num_processes", "process_id")
-  rest = [argument for argument in sys.argv[1:] if _name(argument) not in given]
-
   def command(number: int) -> str:
-    asked = ["--coordinator=auto"] if _COORDINATOR.value == "auto" else [
-      f"--coordinator={processes.address}", f"--num_processes={processes.number}", f"--process_id={number}"]
-    return " ".join(["python -m tba_jax.main", *rest, *asked])
+    return _command("--coordinator=auto") if _COORDINATOR.value == "auto" else _command(
+      f"--coordinator={processes.address}", f"--num_processes={processes.number}", f"--process_id={number}")
 
   try:
     world = world_lib.meet(
@@ -339,7 +362,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
   logging.set_verbosity(logging.WARNING)  # jax reports every kind of device that it does not find
   try:
-    processes = _processes()
+    processes = _processes(config.runtime.backend)
     set_up_jax(config.devices, backend=config.runtime.backend, num_processes=processes.number)
     world = _meet(config, processes) if processes.address else None
     return _run(config, workdir, None) if world is None else _run_together(config, workdir, world)

@@ -113,6 +113,19 @@ def test_without_a_slice_the_processes_are_not_found():
                    "--coordinator=HOST:PORT --num_processes=N --process_id=I to each process"]
 
 
+def test_a_process_alone_on_a_slice_of_several_hosts_ends_with_the_command(tmp_path):
+  # What jax finds on a host of a slice, without chips.
+  env = {"JAX_FORCE_TPU_INIT": "1", "TPU_WORKER_HOSTNAMES": "host0,host1,host2,host3", "TPU_WORKER_ID": "2",
+         "MEGASCALE_NUM_SLICES": "1"}
+  flags = (QUICKSTART, f"--workdir={tmp_path}/run", "--config.model.path=/nowhere")
+  alone = _run(*flags, JAX_PLATFORMS="", **env)
+  assert alone.returncode == 2 and alone.stderr.splitlines()[:2] == [
+    "error: this machine is one of 4 of a TPU slice, whose chips wait for each other; start on each of them, within "
+    "25 s,",
+    f"  python -m tba_jax.main {' '.join(flags)} --coordinator=auto"]
+  assert "model.path='/nowhere'" in _errors(_run(*flags, **env))[0]  # JAX_PLATFORMS=cpu
+
+
 def test_mistakes_of_config_and_workdir_together(tmp_path):
   (tmp_path / "config.json").write_text('{"seed": 7}')
   lines = _errors(_run(QUICKSTART, f"--workdir={tmp_path}", "--config.train.micro_batches=3", "--config.loss.name=tb",
