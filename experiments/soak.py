@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import pathlib
+import statistics
 import signal
 import subprocess
 import sys
@@ -44,14 +45,17 @@ def status(pid: int) -> dict[str, int]:
 
 
 def judge(samples: list[dict], compiles: list[float], *, warm_secs: float) -> dict:
-  """What the samples say: growth of memory after the warm-up by medians of its first and last fifth, threads,
-  compilations."""
+  """What the samples say: growth of memory after the warm-up, from its first fifth to its last, threads, compilations.
+
+  By means: where free pages are given back at each checkpoint, memory is a sawtooth, whose median moves with the part of
+  a tooth that a fifth begins with.
+  """
   warm = [sample for sample in samples if sample["seconds"] >= warm_secs]
   fifth = max(1, len(warm) // 5)
   median = lambda part, key: sorted(sample[key] for sample in part)[len(part) // 2]
   found = {}
   for kind in ("resident", "own"):
-    first, last = median(warm[:fifth], f"{kind}_bytes"), median(warm[-fifth:], f"{kind}_bytes")
+    first, last = (statistics.fmean(sample[f"{kind}_bytes"] for sample in part) for part in (warm[:fifth], warm[-fifth:]))
     found |= {f"{kind}_growth": last / first - 1, f"{kind}_bytes_first": first, f"{kind}_bytes_last": last}
   return found | {
       "threads_first": median(warm[:fifth], "threads"), "threads_last": median(warm[-fifth:], "threads"),
