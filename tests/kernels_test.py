@@ -402,5 +402,7 @@ def test_the_engines_own_programs_compile_for_tpu(tpu_devices, num_tensor):
   # k and v, slots, kv heads, entries and width in blocks, bytes of bfloat16
   cache_bytes = layers * 2 * config.sample.slots * 2 * 128 * 128 * 2 // num_tensor
   for name, compiled in found.items():
-    assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == layers, name
+    # Of its last layer, prefill attends from each prompt's last token alone, which needs no kernel.
+    num_kernels = layers - (name == "prefill")
+    assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == num_kernels, name
   assert found["decode"].memory_analysis().alias_size_in_bytes >= cache_bytes
