@@ -10,8 +10,9 @@ weights  a tree of bfloat16 goes into the object store of one Ray node and is fe
          actor on the same node, by one on another (over TCP, on this machine's loopback), and by a second one there.
          Held: how long `publish` holds a trainer's thread whose steps of 2 s are slept.
 inserts  groups of 16 rollouts of 512 tokens into the exchange: from this process, and from 2 actors.
-scaling  a real run, whose trainer's device is one core, with 1 to 16 searchers in a process each and with 64 in 8
-         processes. Their decoding is SIMULATED: they sleep for a second and bring 64 random responses.
+scaling  real runs, whose trainer's device is one core. The searchers' decoding is SIMULATED: they sleep, and bring 64
+         random responses each time. fastN: for a second, N searchers of 1 to 16 in a process each and 64 in 8
+         processes. slow2, slow64: for 8 seconds, so that 64 of them sample about as much as is trained.
 pinned   real runs: the trainer on one core, one searcher on another; asynchronous, and on-policy in turn on the same
          actor; and on-policy in this process with both cores for each phase. Half of the sampled responses are trained.
 
@@ -48,8 +49,9 @@ REPO = pathlib.Path(__file__).resolve().parent.parent
 STEP_SECS = 2.0  # of the trainer that publishes
 INSERT_SECS = 10.0
 GROUP_SAMPLES, PROMPT_TOKENS, ROLLOUT_TOKENS = 16, 18, 512
-DECODE_SECS = 1.0  # simulated, of all slots
-SEARCHERS, MANY, MANY_PROCESSES = (1, 2, 4, 8, 16), 64, 8
+DECODE_SECS = {"fast": 1.0, "slow": 8.0}  # simulated, of all slots
+MANY, MANY_PROCESSES = 64, 8
+SIMULATED = ("fast1", "fast2", "fast4", "fast8", "fast16", "fast64", "slow2", "slow64")
 PINNED = ("async", "disaggregated", "colocated")
 
 
@@ -216,11 +218,11 @@ def _package() -> dict[str, Any]:
 
 
 def arm_config(arm: str, *, steps: int, responses: int):
-  """`searchersN` or one of PINNED; S = `responses` of the latter."""
-  kind = arm.rstrip("0123456789")
-  simulated = int(arm.removeprefix(kind) or 0) if kind == "searchers" else 0
+  """Of one of SIMULATED, or of PINNED; S = `responses` of the latter."""
+  simulated = arm in SIMULATED
   config = async_speedup.make_config(
-      "async" if simulated else arm, seed=0, steps=steps, quick=False, searchers=simulated or 1).unlock()
+      "async" if simulated else arm, seed=0, steps=steps, quick=False,
+      searchers=int(arm[len("fast"):]) if simulated else 1).unlock()
   if simulated:
     config.sync.update(max_lead_steps=-1, every_steps=10)
     config.sft.steps = 0
@@ -253,8 +255,9 @@ def run_arm(arm: str, out: pathlib.Path, *, steps: int, responses: int) -> NoRet
         pin(cores[:1])
 
     ray.init = init_on_all_cores
-    build_remote.make_host = functools.partial(_pinned_host, core=cores[-1]) if arm in PINNED else _SimulatedHost
-    if arm == f"searchers{MANY}":
+    build_remote.make_host = (functools.partial(_pinned_host, core=cores[-1]) if arm in PINNED else
+                              functools.partial(_SimulatedHost, decode_secs=DECODE_SECS[arm[:len("fast")]]))
+    if config.devices.searchers == MANY:
       cluster.ActorConnection = _shared_connection()
     compile_run = train._compile
     train._compile = lambda run: (_begin_all(run), compile_run(run))
@@ -287,9 +290,10 @@ def _begin_all(run: Any) -> None:
 class _SimulatedHost:
   """Takes the place of a `SearcherHost` whose decoding costs nothing but time."""
 
-  def __init__(self, spec: Any, reference: Any, fetch: Any):
+  def __init__(self, spec: Any, reference: Any, fetch: Any, *, decode_secs: float):
     from tba_jax.searcher import SearcherCounts
 
+    self._decode_secs, self._next_secs = decode_secs, decode_secs * (1 - spec.index % 16 / 16)  # not all at once
     self._fetch, self._index, sample = fetch, spec.index, spec.config["sample"]
     self._group = make_group(
         spec.index, samples=sample["responses_per_prompt"], tokens=sample["max_new_tokens"], vocab=20)
@@ -308,7 +312,7 @@ class _SimulatedHost:
     if turn.weights is not None:
       self._take(turn.weights)
     if turn.occurrences and not self._running:
-      self._end_secs = now + DECODE_SECS
+      self._end_secs, self._next_secs = now + self._next_secs, self._decode_secs
     self._running += turn.occurrences
     if turn.decode and self._running:
       time.sleep(max(0.0, min(self._end_secs - time.monotonic(), _TURN_SECS)))
@@ -357,8 +361,9 @@ def _shared_connection() -> type:
       if number not in actors:
         actors[number] = ray.remote(_SharedActor).options(
             runtime_env={"env_vars": self._environment}, max_concurrency=MANY).remote()
-      call = functools.partial(actors[number].call.remote, (self._make_host, self._spec, reference))
-      self._actor = types.SimpleNamespace(call=types.SimpleNamespace(remote=call))
+      ray.get(actors[number].make.remote(self._make_host, self._spec, reference))
+      self._actor = types.SimpleNamespace(call=types.SimpleNamespace(
+          remote=functools.partial(actors[number].call.remote, self._spec.index)))
       self._prepared = self._actor.call.remote("prepare", (weights,))
 
     def end(self) -> None:
@@ -368,18 +373,18 @@ def _shared_connection() -> type:
 
 
 class _SharedActor:
-  """The process of several hosts, each made when it is called first."""
+  """The process of several hosts."""
 
   def __init__(self):
     self._hosts: dict[int, Any] = {}
 
-  def call(self, made_of: Any, method: str, arguments: Sequence[Any]) -> tuple[Any]:
+  def make(self, make_host: Any, spec: Any, reference: Any) -> None:
     from tba_jax.runtime.cluster import fetch
 
-    make_host, spec, reference = made_of
-    if spec.index not in self._hosts:
-      self._hosts[spec.index] = make_host(spec, reference, fetch)
-    return (getattr(self._hosts[spec.index], method)(*arguments),)
+    self._hosts[spec.index] = make_host(spec, reference, fetch)
+
+  def call(self, index: int, method: str, arguments: Sequence[Any]) -> tuple[Any]:
+    return (getattr(self._hosts[index], method)(*arguments),)
 
 
 # --- What runs say ---
@@ -401,11 +406,12 @@ def pace(lines: Iterable[dict[str, float]], *, warm_steps: int) -> dict[str, flo
 def scaling(out: pathlib.Path, steps: int) -> dict[str, Any]:
   """Rollouts and steps against the number of searchers."""
   found = {}
-  for count in (*SEARCHERS, MANY):
-    _run_piece("scaling", f"searchers{count}", out, steps=steps)
-    found[count] = pace(read_jsonl(out / f"searchers{count}" / "metrics.jsonl"), warm_steps=async_speedup.WARM_STEPS)
-  return {"decode_seconds_simulated": DECODE_SECS, "by_searchers": found, "many_processes": MANY_PROCESSES,
-          "step_of_many_over_two": found[MANY]["step_seconds"] / found[2]["step_seconds"]}
+  for arm in SIMULATED:
+    _run_piece("scaling", arm, out, steps=steps)
+    found[arm] = pace(read_jsonl(out / arm / "metrics.jsonl"), warm_steps=async_speedup.WARM_STEPS)
+  step = {arm: found[arm]["step_seconds"] for arm in found}
+  return {"decode_seconds_simulated": DECODE_SECS, "processes_of_64": MANY_PROCESSES, "arms": found,
+          "step_of_64_over_2": {kind: step[f"{kind}64"] / step[f"{kind}2"] for kind in DECODE_SECS}}
 
 
 def pinned(out: pathlib.Path, steps: int, responses: int) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def test_gains_are_ratios_of_trained_responses_and_bounded_by_the_busier_side():
 
 
 @pytest.mark.parametrize(("arm", "backend", "mode", "searchers", "slots"), [
-    ("searchers8", "ray", "async", 8, 64), ("async", "ray", "async", 1, 64), ("disaggregated", "ray", "sync", 1, 192),
+    ("fast8", "ray", "async", 8, 64), ("async", "ray", "async", 1, 64), ("disaggregated", "ray", "sync", 1, 192),
     ("colocated", "local", "sync", 1, 192)])
 def test_arms_differ_in_what_they_are_about(arm, backend, mode, searchers, slots):
   config = cluster_bench.arm_config(arm, steps=20, responses=24)
@@ -50,12 +50,11 @@ def test_arms_differ_in_what_they_are_about(arm, backend, mode, searchers, slots
   assert config.train.steps == 20 and config.train.responses_per_prompt == 16 and not config.buffer.dedup
 
 
-def test_a_simulated_host_brings_its_groups_when_their_time_is_over(monkeypatch):
-  monkeypatch.setattr(cluster_bench, "DECODE_SECS", 0.8)
-  config = cluster_bench.arm_config("searchers1", steps=20, responses=16)
-  spec = cluster_bench.types.SimpleNamespace(index=3, config=config.to_dict())
+def test_a_simulated_host_brings_its_groups_when_their_time_is_over():
+  config = cluster_bench.arm_config("fast1", steps=20, responses=16)
+  spec = cluster_bench.types.SimpleNamespace(index=16, config=config.to_dict())
   sent = SentWeights(7, pack({"a": np.arange(4.0)}, lambda chunk: chunk))
-  host = cluster_bench._SimulatedHost(spec, sent, list)
+  host = cluster_bench._SimulatedHost(spec, sent, list, decode_secs=0.8)
   assert host.prepare(sent).version == 7
   began, occurrences = time.monotonic(), (Occurrence(5, 2, 0), Occurrence(6, 1, 1))
   report = host.turn(Turn(False, None, False, None, occurrences, True))
@@ -65,7 +64,7 @@ def test_a_simulated_host_brings_its_groups_when_their_time_is_over(monkeypatch)
   for occurrence, group in report.finished:
     assert (group.prompt_id, group.occurrence, group.attempt) == (
         occurrence.prompt_id, occurrence.occurrence, occurrence.attempt)
-    assert (group.versions == 7).all() and group.searcher == 3
+    assert (group.versions == 7).all() and group.searcher == 16
   assert [occurrence for occurrence, _ in report.finished] == list(occurrences)
 
 
