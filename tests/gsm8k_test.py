@@ -133,6 +133,11 @@ def test_long_prompts_are_refused_or_counted(tmp_path, capsys):
     ("[1, 2]", "train.jsonl line 2 has no text 'question' (found: list)"),
     ('{"question": "Q", "answer": "It is 7."}', "train.jsonl line 2: the answer must end in '#### N'"),
     ('{"question": "Q", "answer": "#### many"}', "train.jsonl line 2: the answer must end in '#### N'"),
+    ("[" * 100_000, "train.jsonl line 2 cannot be read as JSON (maximum recursion depth exceeded"),
+    ('{"question": "Q", "answer": "#### 1", "id": ' + "9" * 5_000 + "}",
+     "train.jsonl line 2 cannot be read as JSON (Exceeds the limit (4300 digits)"),
+    ('{"question": "A \\ud83d", "answer": "#### 1"}',
+     r"train.jsonl line 2 has half of a character in 'question' (\ud83d alone, which tokenizers refuse); write all"),
   ],
 )
 def test_malformed_lines_name_file_and_line(tmp_path, line, message):

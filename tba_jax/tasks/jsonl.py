@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 import json
 import pathlib
+import re
 from typing import Any, NamedTuple
+
+_HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair; JSON can escape one alone
 
 
 class JsonRow(NamedTuple):
@@ -47,10 +50,19 @@ def _parse(line: bytes, source: str, texts: Sequence[str]) -> dict[str, Any]:
     ) from error
   except json.JSONDecodeError as error:
     raise ValueError(f"{source} is not JSON ({error.msg}, column {error.colno}); correct the line.") from error
+  except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets nested as deep
+    raise ValueError(f"{source} cannot be read as JSON ({error}); correct the line.") from error
   found = sorted(row) if isinstance(row, dict) else type(row).__name__
   for field in texts:
     if not isinstance(row, dict) or not isinstance(row.get(field), str) or not row[field].strip():
       raise ValueError(
         f"{source} has no text {field!r} (found: {found}); each line must be an object with {' and '.join(texts)}."
+      )
+  for field, value in row.items():
+    half = isinstance(value, str) and _HALF.search(value)
+    if half:
+      raise ValueError(
+        f"{source} has half of a character in {field!r} (\\u{ord(half[0]):x} alone, which tokenizers refuse); write all "
+        "of it, or leave it out."
       )
   return row
