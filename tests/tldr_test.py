@@ -62,6 +62,21 @@ def test_posts_are_cut_at_newlines_then_at_spaces(room, body):
   assert len(ids) <= max_tokens or not body
 
 
+def test_a_huge_post_is_cut_soon():
+  tokenizer, encoded = make_character_tokenizer(), []
+
+  class Counting:
+    def encode(self, text):
+      encoded.append(len(text))
+      return tokenizer.encode(text)
+
+  for body in ("word " * 100_000, "a\n" * 100_000):
+    post = POST._replace(post=body)
+    encoded.clear()
+    text, ids = tldr.encode_post(Counting(), post, max_tokens=400)
+    assert len(ids) <= 400 and len(ids) > 394 and sum(encoded) < 1.1 * len(body) + 20_000
+
+
 def test_prompts_summaries_and_examples():
   task = _task()
   assert isinstance(task, SupervisedTask) and isinstance(task, GroupRewardTask)

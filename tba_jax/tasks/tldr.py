@@ -6,6 +6,7 @@ evaluations a summary that a gold reward model prefers to the human one earns 1,
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Mapping, Sequence
 import random
 import re
@@ -46,13 +47,23 @@ def encode_post(tokenizer: Tokenizer, post: Post, *, max_tokens: int) -> tuple[s
   itself is cut at its last spaces.
   """
   body = post.post.strip()
-  while True:
-    text = post_text(post, body)
-    ids = tokenizer.encode(text)
-    if len(ids) <= max_tokens or not body:
-      return text, ids
-    cut = max(body.rfind("\n"), 0) or max(body.rfind(" "), 0)
-    body = body[:cut].rstrip()
+  encode = lambda end: tokenizer.encode(post_text(post, body[:end].rstrip()))
+  fits = lambda end: len(encode(end)) <= max_tokens
+  end = len(body)
+  if not fits(end):
+    newlines = [index for index, character in enumerate(body) if character == "\n"]
+    paragraph = body[: newlines[0]] if newlines else body
+    end = _longest(newlines, fits) or _longest([i for i, c in enumerate(paragraph) if c == " "], fits)
+  return post_text(post, body[:end].rstrip()), encode(end)
+
+
+def _longest(ends: Sequence[int], fits: Callable[[int], bool]) -> int:
+  """The greatest of ascending `ends` that fits, where all before one that fits do too; 0 if none fits."""
+  beyond = 1
+  while beyond <= len(ends) and fits(ends[beyond - 1]):
+    beyond *= 2  # from the short end: a post of megabytes takes seconds to encode
+  number = bisect.bisect_left(ends, True, beyond // 2, min(beyond, len(ends)), key=lambda end: not fits(end))
+  return ends[number - 1] if number else 0
 
 
 def read_posts(folder: str, split: str) -> list[Post]:
