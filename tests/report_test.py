@@ -368,9 +368,40 @@ def test_what_cannot_be_shown_is_refused_in_one_line(tmp_path, capsys):
       report.main([str(folder)])
     assert caught.value.code == 2 and re.fullmatch(message, capsys.readouterr().err)
   (folder / "metrics.jsonl").write_text("")
-  (folder / "config.json").write_text("{")
-  with pytest.raises(ValueError, match=r"config.json, results.json or machine.json is not JSON \(.*\); give another run or mend"):
-    read(folder)
+
+
+@pytest.mark.parametrize("name, text, why", [
+  ("config.json", "{", "JSONDecodeError: "),
+  ("config.json", "[]", "ValueError: it is not a JSON object"),
+  ("results.json", "[]", "ValueError: it is not a JSON object"),
+  ("machine.json", '{"chip": "x"}', "TypeError: Limits.__init__() got an unexpected keyword argument 'chip'"),
+  ("metrics.jsonl", '{"loss": 1}\n', "KeyError: 'step'"),
+  ("metrics.jsonl", '{"step": 1}\n', "ValueError: no line of a step has trained_tokens, wall_seconds, wall_time"),
+  ("timeline.jsonl", "\0\0\n", "JSONDecodeError: Expecting value"),
+  ("timeline.jsonl", '{"actor": "trainer"}\n', "KeyError: 'kind'"),
+  ("warnings.jsonl", '{"step": 1}\n', "KeyError: 'text'"),
+  ("rollouts/train.jsonl", '{"st\n', "JSONDecodeError: "),
+  ("rollouts/train.jsonl", "[1]\n", "TypeError: 'list' object is not a mapping"),
+])  # fmt: skip
+def test_a_damaged_file_is_named(tmp_path, capsys, name, text, why):
+  folder = write_run(tmp_path / "run")
+  (folder / name).write_text(text)
+  with pytest.raises(SystemExit) as caught:
+    report.main([str(folder)])
+  line = capsys.readouterr().err
+  assert caught.value.code == 2 and line.count("\n") == 1
+  assert line.startswith(f"error: {folder}/{name} is damaged, or of another version ({why}")
+
+
+def test_rollouts_of_a_policy_whose_probabilities_are_not_finite(tmp_path):
+  folder = write_run(tmp_path / "run")
+  record = json.loads((folder / "rollouts" / "train.jsonl").read_text().splitlines()[0])
+  by_token = {"token_log_mu": ["NaN", -1.0], "token_log_ref": [-2.0, "-Infinity"], "token_log_pi": ["NaN", -1.0]}
+  (folder / "rollouts" / "train.jsonl").write_text(
+    metrics.to_json_line(record | by_token | {"reward": "NaN", "token_texts": ["a", "b"]}))
+  page = _Page(make_page([read(folder)]))
+  (tokens,) = [dict(attributes)["data-tokens"] for _, attributes in page.tags if "data-tokens" in dict(attributes)]
+  assert json.loads(tokens, parse_constant=pytest.fail) == [["a", "NaN", "NaN", -2.0], ["b", "Infinity", -1.0, "-Infinity"]]
 
 
 def test_a_page_that_cannot_be_written_is_told_in_one_line(tmp_path, capsys):

@@ -16,10 +16,10 @@ from typing import Any
 
 from tba_jax.limits import Limits
 from tba_jax.meters import StalenessStats
-from tba_jax.metrics import format_secs
+from tba_jax.metrics import format_secs, plain
 from tba_jax.report import charts, svg
 from tba_jax.report.curves import Group, differences, group_runs
-from tba_jax.report.run_files import RunFiles
+from tba_jax.report.run_files import RunFiles, number
 from tba_jax.report.speed import speeds
 
 _HERE = pathlib.Path(__file__).resolve().parent
@@ -266,23 +266,23 @@ def _rollouts(run: RunFiles) -> str:
     f"<output>{len(run.rollouts)} rollouts</output></form><div class=rollouts>{items}</div>")
 
 
-def _sum(values: Any) -> float:
-  return sum(values) if isinstance(values, list) else math.nan
+def _numbers(values: Any) -> list[float]:
+  """Of the tokens of a response; those of a policy that has run away may not be finite."""
+  return [number(value) for value in values] if isinstance(values, list) else []
 
 
 def _rollout(record: Mapping[str, Any]) -> str:
-  mu, ref, pi = (record.get(f"token_{name}") for name in ("log_mu", "log_ref", "log_pi"))
-  gap = max((abs(a - b) for a, b in zip(pi, mu)), default=math.nan) if pi and mu else math.nan
-  ratio = _sum(pi or mu) - _sum(ref) if ref else math.nan
-  reward = record.get("reward", math.nan)
-  reward = reward if _known(reward) else math.nan
+  mu, ref, pi = (_numbers(record.get(f"token_{name}")) for name in ("log_mu", "log_ref", "log_pi"))
+  gap = max((abs(a - b) for a, b in zip(pi, mu)), default=math.nan)
+  ratio = sum(pi or mu) - sum(ref) if ref and (pi or mu) else math.nan
+  reward = number(record.get("reward"))
   facts = [f"step {record.get('step')}", f"reward {reward:.3g}", f"version {record.get('version')}",
            f"{record.get('num_response_tokens')} tokens"]
   facts += [f"log π − log ref {ratio:+.3g}"] if math.isfinite(ratio) else []
   facts += [f"log-prob gap {gap:.1g}"] if math.isfinite(gap) else []
   facts += ["truncated"] if record.get("truncated") else []
   facts += [f"searcher {record['searcher']}"] if "searcher" in record else []
-  numbers = {"step": record.get("step", 0), "reward": reward, "gap": gap, "ratio": abs(ratio)}
+  numbers = {"step": number(record.get("step", 0)), "reward": reward, "gap": gap, "ratio": abs(ratio)}
   data = "".join(f' data-{name}="{"" if not math.isfinite(value) else value}"' for name, value in numbers.items())
   tokens = ""
   if ref and (pi or mu):
@@ -290,7 +290,7 @@ def _rollout(record: Mapping[str, Any]) -> str:
     ids = record.get("token_ids") or [0] * len(ref)
     rows = [[text or f"[{token}]", round(a - b, 3), a, b] for text, token, a, b in zip(named, ids, pi or mu, ref)]
     source = "by the trainer's path" if pi else "as sampled"
-    tokens = (f'<div class=tokens data-source="{source}" data-tokens="{escape(json.dumps(rows, ensure_ascii=False))}">'
+    tokens = (f'<div class=tokens data-source="{source}" data-tokens="{escape(json.dumps(plain(rows), ensure_ascii=False))}">'
               "</div>")
   start = str(record.get("response", ""))[:110].replace("\n", " ")
   kind = escape(record["kind"])

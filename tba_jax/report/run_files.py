@@ -7,12 +7,13 @@ over them. A torn last line is left out.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import pathlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -80,27 +81,55 @@ def read_run(folder: pathlib.Path, *, num_rollouts: int, rollout_bytes: int) -> 
   """
   if not (folder / CONFIG_FILE).is_file():
     raise ValueError(f"{folder} holds no run (there is no {CONFIG_FILE} in it); give the --workdir of one")
-  try:
-    config = flatten(json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")))
-    found, machine = (json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-                      for path in (folder / metrics.RESULTS_FILE, folder / MACHINE_FILE))
-  except json.JSONDecodeError as error:
-    raise ValueError(f"{folder}: {CONFIG_FILE}, {metrics.RESULTS_FILE} or {MACHINE_FILE} is not JSON ({error}); give "
-                     "another run or mend the file") from None
-  train, evals, staleness = _read_metrics(folder / metrics.METRICS_FILE)
-  limits = Limits(**machine) if machine else None
+
+  def read(name: str, how: Callable[[pathlib.Path], Any], without: Any = None) -> Any:
+    path = folder / name
+    with _naming(path):
+      return how(path) if path.is_file() else without
+
+  config = read(CONFIG_FILE, lambda path: flatten(_read_object(path)))
+  results, limits = read(metrics.RESULTS_FILE, _read_object), read(MACHINE_FILE, _read_limits)
+  train, evals, staleness = read(metrics.METRICS_FILE, _read_metrics, ({}, {}, []))
   train |= speed.shares(train, limits)
-  return RunFiles(
-    folder, config, found, train, evals, staleness, _read_activity(folder / TIMELINE_FILE),
-    _read_rollouts(folder / "rollouts", num=num_rollouts, most_bytes=rollout_bytes),
-    [line["text"] for line in metrics.read_jsonl(folder / WARNINGS_FILE)] if (folder / WARNINGS_FILE).is_file() else [],
-    limits)
+  activity = read(TIMELINE_FILE, _read_activity)
+  rollouts = _read_rollouts(folder / "rollouts", num=num_rollouts, most_bytes=rollout_bytes)
+  warnings = read(WARNINGS_FILE, lambda path: [line["text"] for line in metrics.read_jsonl(path)], [])
+  return RunFiles(folder, config, results, train, evals, staleness, activity, rollouts, warnings, limits)
+
+
+@contextlib.contextmanager
+def _naming(path: pathlib.Path) -> Iterator[None]:
+  """What a damaged file makes of its reader becomes a ValueError that names it."""
+  try:
+    yield
+  except (ValueError, KeyError, TypeError, AttributeError) as error:
+    if str(path) in str(error):
+      raise
+    raise ValueError(f"{path} is damaged, or of another version ({type(error).__name__}: {error}); mend it, or leave it "
+                     "out of the folder") from error
+
+
+def _read_object(path: pathlib.Path) -> dict[str, Any]:
+  found = json.loads(path.read_text(encoding="utf-8"))
+  if not isinstance(found, dict):
+    raise ValueError("it is not a JSON object")
+  return found
+
+
+def _read_limits(path: pathlib.Path) -> Limits:
+  found = Limits(**_read_object(path))
+  for field in dataclasses.fields(Limits):
+    value = getattr(found, field.name)
+    if "float" in field.type and not isinstance(value, (int, float)) and not (value is None and "None" in field.type):
+      raise ValueError(f"{field.name}={value!r} is not a number")
+  return found
 
 
 # --- metrics.jsonl ---
 
 
-def _number(value: Any) -> float:
+def number(value: Any) -> float:
+  """A number as a run's files hold it, where one that is not finite is a string; NaN for anything else."""
   if isinstance(value, (int, float)):
     return float(value)
   return {"Infinity": math.inf, "-Infinity": -math.inf}.get(value, math.nan)
@@ -114,15 +143,18 @@ def _columns(lines: list[dict[str, float]]) -> dict[str, np.ndarray]:
 
 def _read_metrics(path: pathlib.Path) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], list[dict[int, int]]]:
   train, evals, staleness = [], [], {}
-  for record in metrics.read_jsonl(path) if path.is_file() else ():
+  for record in metrics.read_jsonl(path):
     counts = record.pop("staleness_counts", None)
-    line = {key: _number(value) for key, value in record.items()}
+    line = {key: number(value) for key, value in record.items()}
     if "eval_accuracy" in line:
       evals.append(line)
     else:
       train.append(line)
       staleness[line["step"]] = {int(age): int(count) for age, count in (counts or {}).items()}
   train_columns, eval_columns = _columns(train), _columns(evals)
+  missing = {"wall_seconds", "wall_time", "trained_tokens"} - set(train_columns)
+  if train and missing:
+    raise ValueError(f"no line of a step has {', '.join(sorted(missing))}")
   if evals:
     eval_columns |= _clocks_of_evals(train_columns, eval_columns)
   return train_columns, eval_columns, [staleness[step] for step in train_columns.get("step", ())]
@@ -162,7 +194,7 @@ def _windows(file: BinaryIO, size: int) -> Iterator[list[bytes]]:
 
 
 def _read_activity(path: pathlib.Path) -> Activity | None:
-  size = path.stat().st_size if path.is_file() else 0
+  size = path.stat().st_size
   actors: dict[str, int] = {}
   kinds: dict[str, int] = {}
   spans, covered = [], []
@@ -213,8 +245,9 @@ def _read_rollouts(folder: pathlib.Path, *, num: int, most_bytes: int) -> list[d
     average = sum(map(len, lines)) / max(1, len(lines))
     most = max(1, int(most_bytes * share / max(1.0, average)))
     chosen = Counter(np.linspace(0, len(lines) - 1, min(most, len(lines))).round().astype(int).tolist())
-    for index in sorted(chosen):
-      found.append({"kind": path.stem, **json.loads(lines[index].decode("utf-8", errors="replace"))})
+    with _naming(path):
+      found += [{"kind": path.stem, **json.loads(lines[index].decode("utf-8", errors="replace"))}
+                for index in sorted(chosen)]
   return found
 
 
