@@ -18,8 +18,10 @@ from tba_jax.losses.registry import make_loss
 from tba_jax.models.variants import ModelConfig
 from tba_jax.runtime.lead import Lead
 from tba_jax.runtime.settings import StopFlag
+from tba_jax.tasks import registry
 from tba_jax.tasks.base import Task
 from tba_jax.types import Batch, TrainState
+from tba_jax.workdir import as_config_error
 
 Step = Callable[[TrainState, Batch, Any], tuple[TrainState, dict[str, jax.Array]]]
 
@@ -49,8 +51,13 @@ def fine_tune(
     config: ConfigDict, cfg: ModelConfig, task: Task, params: Any, mesh: Mesh, folder: pathlib.Path, stop: StopFlag,
     lead: Lead | None,
 ) -> Any | None:
-  """Fine-tuned parameters; None if that was stopped. `lead`: None where the mesh is this process's."""
+  """Fine-tuned parameters; None if that was stopped. Raises: ConfigError for examples that cannot be learnt from.
+
+  `lead`: None where the mesh is this process's."""
   sft, train = config.sft, config.train
+  with as_config_error("sft"):
+    examples = registry.sft_examples(
+        config.task, task, most=sft.num_examples, longest=train.length_buckets[-1], vocab_size=cfg.vocab_size)
   placement = sharding.batch_sharding(mesh)
   place = lambda batch: jax.device_put(batch, placement)
   if lead is not None:
@@ -63,7 +70,6 @@ def fine_tune(
       lead.order("fine_tuning_step")
     return take_step(step, state, batch)
 
-  examples = task.sft_examples()[: sft.num_examples]
   run_state = RunState(folder / "fine_tuning", keep=1, mesh=lead)
   bar = metrics.StageProgress("fine-tuning", sft.steps)
   try:

@@ -40,7 +40,7 @@ from tba_jax.sample_statistics import mean_half_interval, summarise, summary_tab
 from tba_jax.sampling.engine import Engine, SampledGroup, SampleRequest, sample_keys
 from tba_jax.tasks import registry
 from tba_jax.tasks.base import (
-    AnswerTask, GroupReward, MeasuringReward, Responses, SampledEvalTask, Task, TaskSettings, make_reward)
+    AnswerTask, GroupReward, MeasuringReward, Responses, SampledEvalTask, Task, TaskSettings, grade, make_reward)
 from tba_jax.types import Prompt
 from tba_jax.weights import Weights
 
@@ -147,7 +147,7 @@ def _grade(
   """Responses to equal prompts by the index of their prompts."""
   tokens = tuple(group.tokens[0, : group.lengths[0]] for group in groups)
   texts, truncated = tuple(map(response_text, tokens)), np.array([group.truncated[0] for group in groups])
-  rewards = reward(prompts[groups[0].tag], Responses(texts, tokens, truncated))
+  rewards = grade(reward, prompts[groups[0].tag], Responses(texts, tokens, truncated))
   return {
       group.tag: Response(prompts[group.tag], text, float(r), len(row), bool(cut))
       for group, text, r, row, cut in zip(groups, texts, rewards, tokens, truncated)
@@ -162,7 +162,7 @@ def _graded(prompt: Prompt, groups: Sequence[SampledGroup], reward: GroupReward,
   tokens = tuple(row[:length] for group in groups for row, length in zip(group.tokens, group.lengths))
   texts = tuple(task.response_text(row) for row in tokens)
   truncated = np.concatenate([group.truncated for group in groups])
-  rewards = reward(prompt, Responses(texts, tokens, truncated))
+  rewards = grade(reward, prompt, Responses(texts, tokens, truncated))
   answers = [task.final_answer(text) for text in texts] if isinstance(task, AnswerTask) else [None] * len(texts)
   return [
     {

@@ -21,7 +21,7 @@ import numpy as np
 from tba_jax.deadlines import Caller, Heartbeat
 from tba_jax.models import transformer
 from tba_jax.sampling.engine import Engine, SampledGroup, SampleRequest, sample_keys
-from tba_jax.tasks.base import GroupReward, Responses
+from tba_jax.tasks.base import GroupReward, Responses, grade
 from tba_jax.types import Occurrence, Prompt, RolloutGroup
 from tba_jax.vine import State, VineGroup, VineSettings
 from tba_jax.weights import Weights
@@ -334,7 +334,7 @@ class Searcher:
     rewards = np.zeros(len(texts), np.float32)
     graded = np.flatnonzero(~sampled.truncated if self._settings.truncated == "zero" else np.ones(len(texts), bool))
     if len(graded):
-      rewards[graded] = self._reward(prompt, Responses(
+      rewards[graded] = grade(self._reward, prompt, Responses(
           texts=tuple(texts[i] for i in graded), tokens=tuple(sampled.tokens[i, :sampled.lengths[i]] for i in graded),
           truncated=sampled.truncated[graded]))
     return rewards

@@ -47,11 +47,12 @@ def test_the_page_builds_countdown(countdown):
 
 _WITH_PROMPTS = """
 import numpy as np
+from tba_jax.tasks.characters import make_character_tokenizer
 from tba_jax.types import Prompt
 
 
 class Mine:
-  name, tokenizer = "m", 0
+  name, tokenizer = "m", make_character_tokenizer()
 
   def __init__(self, tokenizer, settings):
     del tokenizer, settings
@@ -76,10 +77,15 @@ class Mine:
      "new model"),
     ("class Mine:\n  def __init__(self, tokenizer, settings): pass\n  name = 'm'\n  tokenizer = 0\n"
      "  train_prompts = eval_prompts = reward = response_text = lambda self: []", {},
-     r"train_prompts\(\) of .* gives no prompts"),
+     "mine.py:Mine: tokenizer is of type int; keep the one that the class is given, or make"),
+    (_WITH_PROMPTS.replace("[{}]", "[]"), {}, r"train_prompts\(\) of .* gives no prompts"),
+    (_WITH_PROMPTS.format("Prompt(0, np.array([5, 999], np.int32), '', '')"), {},
+     r"train_prompts\(\) of .*: entry 0 holds token id 999, but the model's are 0 to \d+; encode texts by"),
     ("class Mine:\n  def __init__(self, tokenizer, settings):\n    self.words = {}['words']", {},
      r"mine.py line 3 raises KeyError: 'words'; correct the file"),
-    ("class Mine:\n  def __init__(self, tokenizer, settings): pass\n  name = 'm'\n  tokenizer = 0\n"
+    ("from tba_jax.tasks.characters import make_character_tokenizer\n"
+     "class Mine:\n  def __init__(self, tokenizer, settings): pass\n  name, tokenizer = 'm', "
+     "make_character_tokenizer()\n"
      "  reward = response_text = eval_prompts = None\n  def train_prompts(self):\n    return self.rows", {},
      r"mine.py line 7 raises AttributeError: 'Mine' object has no attribute 'rows'; correct the file"),
     (_WITH_PROMPTS.format("'1 2 ->'"), {},
@@ -92,6 +98,38 @@ def test_mistakes_in_a_file(tmp_path, code, args, line):
   (tmp_path / "mine.py").write_text(code)
   with pytest.raises(ValueError, match=line):
     registry.make_task(f"{tmp_path}/mine.py:Mine", None, SETTINGS, args)
+
+
+_EXAMPLES = _WITH_PROMPTS.replace("[{}]", "[Prompt(0, np.array([5], np.int32), '', '')]").replace("None", "len") + """
+  def sft_examples(self):
+    return {}
+"""
+
+
+@pytest.mark.parametrize("code, line", [
+    (_EXAMPLES.replace("sft_examples", "examples"), r"mine.py:Mine has no sft_examples\(\) to fine-tune on; give it one"),
+    (_EXAMPLES.format("self.rows"), "mine.py line 17 raises AttributeError: 'Mine' object has no attribute 'rows'"),
+    (_EXAMPLES.format("[]"), r"sft_examples\(\) of .* gives none; fine-tuning needs at least one, or set sft.steps=0"),
+    (_EXAMPLES.format("[([1], [2]), ('1', '2')]"), "entry 1 must be a pair of lists of token ids, neither of them empty"),
+    (_EXAMPLES.format("[([1], [])]"), "entry 0 must be a pair of lists"),
+    (_EXAMPLES.format("[[1, 2, 3]]"), "entry 0 must be a pair of lists"),
+    (_EXAMPLES.format("[7]"), "entry 0 must be a pair of lists"),
+    (_EXAMPLES.format("[([1], [-1])]"), "entry 0 holds token id -1, but the model's are 0 to 49; encode"),
+    (_EXAMPLES.format("[([1], [2]), ([1], [2] * 9), ([1] * 5, [2] * 6)]"),
+     r"2 of 3 are longer than the 8 tokens that train.length_buckets ends at \(entry 2 has 11\); add a bucket, or"),
+])  # fmt: skip
+def test_mistakes_in_the_examples_of_a_file(tmp_path, code, line):
+  (tmp_path / "mine.py").write_text(code)
+  name = f"{tmp_path}/mine.py:Mine"
+  task = registry.make_task(name, None, SETTINGS, {})
+  with pytest.raises(ValueError, match=line):
+    registry.sft_examples(name, task, most=4, longest=8, vocab_size=50)
+
+
+def test_as_many_examples_as_asked_for_are_checked(countdown):
+  task = registry.make_task(countdown, None, SETTINGS, {})
+  options = dict(longest=40, vocab_size=task.tokenizer.vocab_size)
+  assert registry.sft_examples(countdown, task, most=3, **options) == task.sft_examples()[:3]
 
 
 def test_a_file_that_is_not_there():

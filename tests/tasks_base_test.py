@@ -10,7 +10,7 @@ import pytest
 
 from tba_jax.sampling.engine import SampledGroup
 from tba_jax.searcher import Searcher, SampleSettings
-from tba_jax.tasks.base import Responses, make_reward
+from tba_jax.tasks.base import Responses, grade, make_reward
 from tba_jax.types import Prompt
 
 PROMPT = Prompt(0, np.zeros(2, np.int32), "", "")
@@ -40,6 +40,15 @@ def test_a_reward_that_is_no_number_is_named(given):
   task = types.SimpleNamespace(name="mine", reward=lambda prompt, text, *, truncated: given)
   with pytest.raises(TypeError, match=rf"reward\(\) of task mine gave {re.escape(repr(given))}; it must give"):
     make_reward(task, None, for_eval=False)(PROMPT, _responses("a"))
+
+
+@pytest.mark.parametrize("given, shape", [(0.5, "()"), ([1.0], "(1,)"), ([[1.0], [0.0]], "(2, 1)")])
+def test_a_group_reward_must_give_one_number_for_each_response(given, shape):
+  reward = lambda prompt, responses: given
+  message = re.escape(f"the reward of prompt 0 gave an array of shape {shape} for 4 responses; it must give one number")
+  with pytest.raises(ValueError, match=message):
+    _searcher(reward, "score")._grade(PROMPT, ["1", "2", "3", "4"], _sampled())
+  np.testing.assert_array_equal(grade(lambda *_: [1, None], PROMPT, _responses("a", "b")), [1.0, np.nan])
 
 
 def _searcher(reward, truncated):

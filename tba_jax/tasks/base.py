@@ -128,6 +128,17 @@ def make_reward(task: Task, device_or_mesh: Any, *, for_eval: bool) -> GroupRewa
   return one_by_one
 
 
+def grade(reward: GroupReward, prompt: Prompt, responses: Responses) -> np.ndarray:
+  """What `reward` gives, float32 [S]. Raises: ValueError unless that is one number for each response."""
+  found = np.asarray(reward(prompt, responses), np.float32)
+  if found.shape != (len(responses.texts),):
+    raise ValueError(
+      f"the reward of prompt {prompt.prompt_id} gave an array of shape {found.shape} for {len(responses.texts)} "
+      "responses; it must give one number for each, NaN for one that cannot be graded"
+    )
+  return found
+
+
 def _number(reward: Any, name: str) -> float:
   """A reward as a number; None is NaN. Raises: TypeError for anything that is none, text of digits included."""
   if reward is None:

@@ -17,7 +17,7 @@ import numpy as np
 from tba_jax.config_schema import TASK_ARGS, is_task_file
 
 from tba_jax.tasks.arithmetic import ArithmeticTask, make_arithmetic_tokenizer
-from tba_jax.tasks.base import Task, TaskSettings
+from tba_jax.tasks.base import SupervisedTask, Task, TaskSettings
 from tba_jax.tasks.characters import make_character_tokenizer
 from tba_jax.tasks.gsm8k import Gsm8kTask
 from tba_jax.tasks.math import MathTask
@@ -90,8 +90,9 @@ def make_task(name: str, tokenizer: Tokenizer | None, settings: TaskSettings, ta
   task = make(name, tokenizer, settings, task_args)
   with _telling_where(name.rpartition(":")[0]) if is_task_file(name) else contextlib.nullcontext():
     prompts = {"train_prompts": task.train_prompts(), "eval_prompts": task.eval_prompts()}
+  vocab_size = (tokenizer or task.tokenizer).vocab_size
   for method, found in prompts.items():
-    _check_prompts(f"{method}() of {name}", found)
+    _check_prompts(f"{method}() of {name}", found, vocab_size)
   longest = max(len(prompt.tokens) for found in prompts.values() for prompt in found)
   if longest > settings.max_prompt_tokens:
     raise ValueError(
@@ -101,7 +102,53 @@ def make_task(name: str, tokenizer: Tokenizer | None, settings: TaskSettings, ta
   return task
 
 
-def _check_prompts(source: str, found: Sequence[Prompt]) -> None:
+def sft_examples(
+  name: str, task: Task, *, most: int, longest: int, vocab_size: int
+) -> Sequence[tuple[Sequence[int], Sequence[int]]]:
+  """What a run with this task is fine-tuned on: (prompt ids, response ids), the first `most` of the task's examples.
+
+  Args:
+    name: as for `make_task`. longest: tokens that a prompt and its response may have together.
+  Raises: ValueError if the task has no examples, or one of them cannot be learnt from.
+  """
+  if not isinstance(task, SupervisedTask):
+    raise ValueError(f"{name} has no sft_examples() to fine-tune on; give it one, or set sft.steps=0.")
+  with _telling_where(name.rpartition(":")[0]) if is_task_file(name) else contextlib.nullcontext():
+    found = task.sft_examples()[:most]
+  source = f"sft_examples() of {name}"
+  if not found:
+    raise ValueError(f"{source} gives none; fine-tuning needs at least one, or set sft.steps=0.")
+  lengths = []
+  for index, example in enumerate(found):
+    try:
+      prompt, response = (np.asarray(part) for part in example)
+    except (TypeError, ValueError):
+      prompt = response = np.zeros(0)
+    for part in (prompt, response):
+      if part.ndim != 1 or not len(part) or not np.issubdtype(part.dtype, np.integer):
+        raise ValueError(f"{source}: entry {index} must be a pair of lists of token ids, neither of them empty.")
+    _check_ids(f"{source}: entry {index}", np.concatenate([prompt, response]), vocab_size)
+    lengths.append(len(prompt) + len(response))
+  if max(lengths) > longest:
+    raise ValueError(
+      f"{source}: {sum(n > longest for n in lengths)} of {len(found)} are longer than the {longest} tokens that "
+      f"train.length_buckets ends at (entry {int(np.argmax(lengths))} has {max(lengths)}); add a bucket, or shorten or "
+      "leave out those rows."
+    )
+  return found
+
+
+def _check_ids(source: str, ids: np.ndarray, vocab_size: int) -> None:
+  """An embedding table would take its nearest row for an id that it has not."""
+  outside = (ids < 0) | (ids >= vocab_size)
+  if outside.any():
+    raise ValueError(
+      f"{source} holds token id {ids[outside][0]}, but the model's are 0 to {vocab_size - 1}; encode texts by the "
+      "tokenizer that the class is given."
+    )
+
+
+def _check_prompts(source: str, found: Sequence[Prompt], vocab_size: int) -> None:
   if not found:
     raise ValueError(f"{source} gives no prompts; at least one is needed.")
   for index, prompt in enumerate(found):
@@ -114,6 +161,7 @@ def _check_prompts(source: str, found: Sequence[Prompt]) -> None:
         f"{source}: tokens of entry {index} are {shown}; they must be a vector of int32 that is not empty, as "
         "np.array(tokenizer.encode(text), np.int32)."
       )
+    _check_ids(f"{source}: entry {index}", tokens, vocab_size)
 
 
 def _make_named(
@@ -151,6 +199,11 @@ def _make_from_file(
     )
   if task.tokenizer is None:
     raise ValueError(f"{spec} has no tokenizer of its own for a new model; set model.path, or let the class make one.")
+  if not isinstance(task.tokenizer, Tokenizer):
+    raise ValueError(
+      f"{spec}: tokenizer is of type {type(task.tokenizer).__name__}; keep the one that the class is given, or make a "
+      "tba_jax.tokenizer.Tokenizer, for example by tba_jax.tasks.characters.make_character_tokenizer()."
+    )
   return task
 
 
