@@ -6,9 +6,12 @@ import pathlib
 import re
 
 import pytest
+import runs
 
 from tba_jax import config_schema
+from tba_jax.config import ConfigError
 from tba_jax.tasks import registry
+from tba_jax.tasks.arithmetic import ArithmeticTask
 from tba_jax.tasks.base import SupervisedTask, TaskSettings
 from tests.tiny_tokenizers import chat_tokenizer
 
@@ -107,10 +110,10 @@ _EXAMPLES = _WITH_PROMPTS.replace("[{}]", "[Prompt(0, np.array([5], np.int32), '
 
 
 @pytest.mark.parametrize("code, line", [
-    (_EXAMPLES.replace("sft_examples", "examples"), r"mine.py:Mine has no sft_examples\(\) to fine-tune on; give it one"),
+    (_EXAMPLES.replace("sft_examples", "examples"), r"mine.py:Mine has no sft_examples\(\) to fine-tune on; give it"),
     (_EXAMPLES.format("self.rows"), "mine.py line 17 raises AttributeError: 'Mine' object has no attribute 'rows'"),
     (_EXAMPLES.format("[]"), r"sft_examples\(\) of .* gives none; fine-tuning needs at least one, or set sft.steps=0"),
-    (_EXAMPLES.format("[([1], [2]), ('1', '2')]"), "entry 1 must be a pair of lists of token ids, neither of them empty"),
+    (_EXAMPLES.format("[([1], [2]), ('1', '2')]"), "entry 1 must be a pair of lists of token ids, neither of them"),
     (_EXAMPLES.format("[([1], [])]"), "entry 0 must be a pair of lists"),
     (_EXAMPLES.format("[[1, 2, 3]]"), "entry 0 must be a pair of lists"),
     (_EXAMPLES.format("[7]"), "entry 0 must be a pair of lists"),
@@ -124,6 +127,15 @@ def test_mistakes_in_the_examples_of_a_file(tmp_path, code, line):
   task = registry.make_task(name, None, SETTINGS, {})
   with pytest.raises(ValueError, match=line):
     registry.sft_examples(name, task, most=4, longest=8, vocab_size=50)
+
+
+def test_a_run_refuses_them_before_the_first_step(tmp_path, monkeypatch):
+  monkeypatch.setattr(ArithmeticTask, "sft_examples", lambda self: [([1], [2]), ([3], [])])
+  with pytest.raises(ConfigError) as caught:
+    runs.run(runs.short_config(sft__steps=4, sft__warmup_steps=1), tmp_path)
+  line = "sft: sft_examples() of arithmetic: entry 1 must be a pair of lists of token ids, neither of them empty."
+  assert tuple(caught.value.problems) == (line,)
+  assert not (tmp_path / "config.json").exists(), "or the corrected command would be refused"
 
 
 def test_as_many_examples_as_asked_for_are_checked(countdown):

@@ -401,7 +401,8 @@ def test_rollouts_of_a_policy_whose_probabilities_are_not_finite(tmp_path):
     metrics.to_json_line(record | by_token | {"reward": "NaN", "token_texts": ["a", "b"]}))
   page = _Page(make_page([read(folder)]))
   (tokens,) = [dict(attributes)["data-tokens"] for _, attributes in page.tags if "data-tokens" in dict(attributes)]
-  assert json.loads(tokens, parse_constant=pytest.fail) == [["a", "NaN", "NaN", -2.0], ["b", "Infinity", -1.0, "-Infinity"]]
+  assert json.loads(tokens, parse_constant=pytest.fail) == [
+    ["a", "NaN", "NaN", -2.0], ["b", "Infinity", -1.0, "-Infinity"]]
 
 
 def test_a_page_that_cannot_be_written_is_told_in_one_line(tmp_path, capsys):

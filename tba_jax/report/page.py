@@ -290,8 +290,8 @@ def _rollout(record: Mapping[str, Any]) -> str:
     ids = record.get("token_ids") or [0] * len(ref)
     rows = [[text or f"[{token}]", round(a - b, 3), a, b] for text, token, a, b in zip(named, ids, pi or mu, ref)]
     source = "by the trainer's path" if pi else "as sampled"
-    tokens = (f'<div class=tokens data-source="{source}" data-tokens="{escape(json.dumps(plain(rows), ensure_ascii=False))}">'
-              "</div>")
+    text = json.dumps(plain(rows), ensure_ascii=False)
+    tokens = f'<div class=tokens data-source="{source}" data-tokens="{escape(text)}"></div>'
   start = str(record.get("response", ""))[:110].replace("\n", " ")
   kind = escape(record["kind"])
   return (

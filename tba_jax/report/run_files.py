@@ -105,7 +105,7 @@ def _naming(path: pathlib.Path) -> Iterator[None]:
   except (ValueError, KeyError, TypeError, AttributeError) as error:
     if str(path) in str(error):
       raise
-    raise ValueError(f"{path} is damaged, or of another version ({type(error).__name__}: {error}); mend it, or leave it "
+    raise ValueError(f"{path} is damaged, or of another version ({type(error).__name__}: {error}); mend it, or take it "
                      "out of the folder") from error
 
 

@@ -62,7 +62,7 @@ def _parse(line: bytes, source: str, texts: Sequence[str]) -> dict[str, Any]:
     half = isinstance(value, str) and _HALF.search(value)
     if half:
       raise ValueError(
-        f"{source} has half of a character in {field!r} (\\u{ord(half[0]):x} alone, which tokenizers refuse); write all "
-        "of it, or leave it out."
+        f"{source} has half of a character in {field!r} (\\u{ord(half[0]):x} alone, which tokenizers refuse); write "
+        "all of it, or leave it out."
       )
   return row
