@@ -34,6 +34,7 @@ from safetensors.numpy import load_file, save_file
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # so that it runs as a file, too
 
 from tba_jax.checkpoints.huggingface import load_model, save_model  # noqa: E402
+from tba_jax.models import transformer  # noqa: E402
 from tba_jax.models.heads import scalar_scores  # noqa: E402
 from tba_jax.models.variants import ModelConfig, new_model_config  # noqa: E402
 from tba_jax.tasks import tldr  # noqa: E402
@@ -57,12 +58,17 @@ class Pair(NamedTuple):
 
 
 def constructed_worse(posts: Sequence[tldr.Post], index: int, rng: random.Random) -> str:
-  """Another post's summary, or the first half of this one's words; never the summary itself."""
+  """Another post's summary, or the first half of this one's words; never the summary itself.
+
+  Raises: ValueError if all posts have one summary, of one word.
+  """
   summary = posts[index].summary
   others = [post.summary for post in posts if post.summary != summary]
   words = summary.split()
   if len(words) > 1 and (not others or rng.random() < 0.5):
     return " ".join(words[: len(words) // 2])
+  if not others:
+    raise ValueError(f"every post has the summary {summary!r}, to which no worse one can be made; give other posts.")
   return rng.choice(others)
 
 
@@ -85,6 +91,8 @@ def read_pairs(folder: str, split: str, tokenizer: Tokenizer, *, max_prompt_toke
   preferences = []
   for row in read_jsonl(folder, split, texts=("subreddit", "title")):
     both = (row.fields.get("chosen"), row.fields.get("rejected"))
+    if any(text is not None and not isinstance(text, str) for text in both):
+      raise ValueError(f"{row.source}: 'chosen' and 'rejected' must be texts.")
     if (both[0] is None) != (both[1] is None):
       raise ValueError(f"{row.source} has only one of 'chosen' and 'rejected'; give both or neither.")
     preferences.append(None if both[0] is None else both)
@@ -148,11 +156,18 @@ def train(
   return params, {"accuracy_before": before, "accuracy": accuracy(params), "loss": float(np.mean(tail))}
 
 
-def save_reward_model(folder: pathlib.Path, cfg: ModelConfig, params: Any, tokenizer: Tokenizer) -> None:
-  """Writes a folder as transformers' *ForSequenceClassification has it. Raises: ValueError if it is not empty."""
-  if folder.exists() and any(folder.iterdir()):
-    raise ValueError(f"{folder} exists already and is not empty; choose another --out.")
+def check_out(folder: pathlib.Path) -> None:
+  """Makes the folder's parent. Raises: ValueError if the folder is there and not empty; OSError."""
+  if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+    raise ValueError(f"{folder} exists already and is not an empty folder; choose another --out.")
   folder.parent.mkdir(parents=True, exist_ok=True)
+  with tempfile.TemporaryDirectory(dir=folder.parent):
+    pass
+
+
+def save_reward_model(folder: pathlib.Path, cfg: ModelConfig, params: Any, tokenizer: Tokenizer) -> None:
+  """Writes a folder as transformers' *ForSequenceClassification has it. Raises: as `check_out`."""
+  check_out(folder)
   with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
     made = pathlib.Path(temporary) / "model"
     save_model(made, cfg, {name: leaf for name, leaf in params.items() if name != "score"}, tokenizer)
@@ -172,7 +187,17 @@ def run(
   *, out: pathlib.Path, data: str, model: str, steps: int, batch_size: int, learning_rate: float,
   max_prompt_tokens: int, seed: int,
 ) -> dict[str, float]:  # fmt: skip
-  """Trains and writes one reward model. Returns what training.json holds. Raises: ValueError for bad input."""
+  """Trains and writes one reward model. Returns what training.json holds.
+
+  Raises: ValueError for bad input, OSError if `out` cannot be written: both before the training. FloatingPointError for
+    a loss that is not finite.
+  """
+  for name, value in (("steps", steps), ("batch_size", batch_size), ("max_prompt_tokens", max_prompt_tokens)):
+    if value < 1:
+      raise ValueError(f"--{name}={value} must be at least 1.")
+  if not 0 < learning_rate < np.inf:
+    raise ValueError(f"--learning_rate={learning_rate} must be a finite number above 0.")
+  check_out(out)
   if model:
     cfg, params, tokenizer = load_model(model, dtype=jnp.float32)
     params = {name: leaf for name, leaf in params.items() if name != "lm_head"}
@@ -187,10 +212,15 @@ def run(
     if (pathlib.Path(data) / "test.jsonl").is_file():
       held_out = read_pairs(data, "test", tokenizer, **options)
     else:
-      held_out, pairs = pairs[-(len(pairs) // 10) :], pairs[: -(len(pairs) // 10)]
+      num = len(pairs) // 10
+      if not num:
+        raise ValueError(f"{data} has no test.jsonl, and train.jsonl is too short to hold a tenth of its {len(pairs)} "
+                         "posts out; give 10 posts or more, or a test.jsonl.")
+      held_out, pairs = pairs[-num:], pairs[:-num]
   else:
     made = [tldr.make_posts(size, split=split, seed=seed) for split, size in (("train", 512), ("test", 128))]
     pairs, held_out = (make_pairs(posts, [None] * len(posts), tokenizer, **options) for posts in made)
+  transformer.check_positions(cfg, max(len(text) for pair in (*pairs, *held_out) for text in pair))
   params, report = train(
     cfg, params, pairs, held_out, steps=steps, batch_size=batch_size, learning_rate=learning_rate, seed=seed
   )
@@ -201,7 +231,7 @@ def run(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-  """The command line; bad input ends with one line on stderr and exit code 2."""
+  """The command line; bad input ends with one line on stderr and exit code 2, a loss that is not finite with 1."""
   parser = argparse.ArgumentParser(prog="python experiments/train_reward_model.py", description=__doc__.splitlines()[0])
   parser.add_argument("--out", required=True, type=pathlib.Path, help="model folder to write")
   parser.add_argument("--data", default="", help="folder with train.jsonl, and test.jsonl if there is one")
@@ -213,9 +243,12 @@ def main(argv: Sequence[str] | None = None) -> None:
   parser.add_argument("--seed", type=int, default=0)
   try:
     report = run(**vars(parser.parse_args(argv)))
-  except ValueError as error:
+  except (ValueError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)
     sys.exit(2)
+  except FloatingPointError as error:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(1)
   print(json.dumps(report))
 
 

@@ -198,6 +198,31 @@ def test_preferences_of_the_data_come_first(tmp_path):
     train_reward_model.read_pairs(str(tmp_path), "train", **options)
 
 
+@pytest.mark.parametrize("arguments, line", [
+  (["--steps=0"], "--steps=0 must be at least 1"),
+  (["--batch_size=0"], "--batch_size=0 must be at least 1"),
+  (["--learning_rate=nan"], "--learning_rate=nan must be a finite number above 0"),
+  (["--out={folder}/taken"], "/taken exists already and is not an empty folder; choose another --out"),
+  (["--out={folder}/taken/file/rm"], "File exists"),
+  (["--data={folder}/few"], "has no test.jsonl, and train.jsonl is too short to hold a tenth of its 2 posts out"),
+  (["--data={folder}/alike"], "every post has the summary 'Same', to which no worse one can be made"),
+  (["--data={folder}/odd"], "train.jsonl line 1: 'chosen' and 'rejected' must be texts"),
+])  # fmt: skip
+def test_bad_input_of_the_reward_models_training_is_one_line_before_it_trains(
+    tmp_path, monkeypatch, capsys, arguments, line):
+  monkeypatch.setattr(train_reward_model, "train", lambda *_, **__: pytest.fail("it trains"))
+  (tmp_path / "taken").mkdir()
+  (tmp_path / "taken" / "file").touch()
+  post = {"subreddit": "a", "title": "b", "post": "c", "summary": "d e"}
+  for name, change in (("few", {}), ("alike", {"summary": "Same"}), ("odd", {"chosen": 1, "rejected": 2})):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "train.jsonl").write_text(2 * (json.dumps(post | change) + "\n"))
+  with pytest.raises(SystemExit) as ended:
+    train_reward_model.main([f"--out={tmp_path}/rm", *(argument.format(folder=tmp_path) for argument in arguments)])
+  errors = capsys.readouterr().err.splitlines()
+  assert ended.value.code == 2 and len(errors) == 1 and line in errors[0] and not (tmp_path / "rm").exists()
+
+
 @pytest.mark.slow
 def test_a_trained_reward_model_tells_summaries_apart_and_rewards_a_run(tmp_path):
   report = train_reward_model.run(
@@ -206,6 +231,6 @@ def test_a_trained_reward_model_tells_summaries_apart_and_rewards_a_run(tmp_path
   assert report["accuracy"] > 0.8  # of 128 pairs; 0.5 is chance
   model = load_beside(str(tmp_path / "rm"), jax.devices()[0], make_character_tokenizer(), dtype=jnp.float32)
   assert isinstance(model, RewardModel)
-  with pytest.raises(ValueError, match="exists already and is not empty"):
+  with pytest.raises(ValueError, match="exists already and is not an empty folder"):
     train_reward_model.run(out=tmp_path / "rm", data="", model="", steps=1, batch_size=2, learning_rate=1e-3,
                            max_prompt_tokens=512, seed=0)  # fmt: skip
