@@ -124,10 +124,11 @@ def main(argv: Sequence[str] | None = None) -> study.Study:
   began = time.monotonic()
   study.set_up()
   steps = 3 if args.quick else STEPS
-  start = study.starting_model(base=study.CHAINS, settings=study.CHAINS_START, quick=args.quick)
-  about = {"what": "accuracy by setting of TBA", "base": {**study.CHAINS, **BASE}}
+  start = study.starting_model(quick=args.quick)
+  about = {"what": "accuracy by setting of TBA", "starting_model": study.checksum(start),
+           "base": {**study.CHAINS, **BASE}}
   found = study.Study(args.out / "ablations.json", about)
-  run = lambda key: study.run_cell(changes_of(key), start, base=study.CHAINS, quick=args.quick)
+  run = lambda key: study.run_cell(changes_of(key), start, quick=args.quick)
   done = found.run_missing(cells(args.only, args.seeds, steps), run, minutes=args.minutes, began=began)
   print(write(found, args, steps))
   print("finished" if done else "not finished: the same command goes on", file=sys.stderr)

@@ -149,8 +149,8 @@ def _start_from(version0: pathlib.Path, folder: pathlib.Path, config: str) -> No
     (folder / "config.json").write_text(config)
 
 
-def evaluate(run, copies: dict) -> list[tuple[int, float]]:
-  """Step and greedy held-out accuracy of copies of the weights."""
+def evaluate(run, copies: dict, *, temperature: float = 0.0) -> list[tuple[int, float]]:
+  """Step and held-out accuracy of copies of the weights, greedy or of one sample a problem."""
   from tba_jax.evaluate import evaluate_greedy
 
   searcher, found = run.searchers[0], []
@@ -158,7 +158,7 @@ def evaluate(run, copies: dict) -> list[tuple[int, float]]:
     with searcher.lend_engine() as engine:
       result = evaluate_greedy(
           engine, run.weights.pin(params, step, searcher=0)(), run.eval_prompts, reward=searcher.eval_reward,
-          response_text=run.task.response_text, max_new_tokens=run.settings.max_new_tokens, temperature=0.0,
+          response_text=run.task.response_text, max_new_tokens=run.settings.max_new_tokens, temperature=temperature,
           seed=0, stopped=lambda: False)
     found.append((step, result.accuracy))
   return found

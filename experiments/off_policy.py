@@ -1,7 +1,7 @@
 """What staleness does to each objective: held-out accuracy against an exact lag, from one starting model.
 
     python -m experiments.off_policy
-    python -m experiments.off_policy --losses=tb_vargrad,rloo --lags=0,4,16,64 --seeds=1,2,3 --minutes=30
+    python -m experiments.off_policy --losses=tb_vargrad,rloo --lags=0,16 --seeds=1,2 --minutes=30
 
 Lockstep on the chains of `chains.py`, by the loop of `bare.py`. Whole groups are sampled, each used once, oldest first,
 nothing deduplicated: after `lag` updates to fill the queue every trained row is exactly `lag` updates old, and
@@ -31,7 +31,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # so th
 from experiments import study
 
 LOSSES = ("tb_vargrad", "tba_prime", "reinforce", "rloo", "ppo_clip", "dr_grpo", "cispo", "dpo")
-LAGS, SEEDS, TUNING_SEED = (0, 16, 64), (1, 2), 0
+LAGS, SEEDS, TUNING_SEED = (0, 4, 16, 64), (1, 2, 3), 0
 RATES = (1e-4, 3e-4, 1e-3)
 UPDATES = 200
 BETA = 0.05
@@ -192,9 +192,10 @@ def main(argv: Sequence[str] | None = None) -> study.Study:
   began = time.monotonic()
   study.set_up()
   updates = 3 if args.quick else args.updates
-  start = study.starting_model(base=study.CHAINS, settings=study.CHAINS_START, quick=args.quick)
-  about = {"what": "held-out accuracy by objective, lag, seed and learning rate", "beta": BETA, "rates": RATES,
-           "tuning_seed": TUNING_SEED, "settings": study.CHAINS}
+  start = study.starting_model(quick=args.quick)
+  about = {"what": "held-out accuracy by objective, lag, seed and learning rate",
+           "starting_model": study.checksum(start), "beta": BETA, "rates": RATES, "tuning_seed": TUNING_SEED,
+           "settings": study.CHAINS}
   found = study.Study(args.out / "off_policy.json", about)
   run = lambda key: study.run_bare_cell(changes_of(key), start, quick=args.quick)
   done = True

@@ -3,14 +3,14 @@ format.
 
 A study is a list of cells, each a run of the real `train.run` in this process. A cell that its JSON holds already is
 not run again, and the JSON is written whole after every cell: a study may be stopped at any time, and `--minutes` makes
-pieces of it. Everything is deterministic (`runtime.mode=lockstep`), so a piece that is run elsewhere fits.
+pieces of it. The starting model comes out the same on one machine with one version of the code; rounding makes another
+of it elsewhere. So its checksum is kept with the cells, and cells of another one are not added to them.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import json
 import pathlib
 import shutil
@@ -23,44 +23,28 @@ from typing import Any
 REPO = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = REPO / "experiments" / "results"
 
-# The quickstart's problems on a model of a quarter of its size, small enough for many runs on a CPU.
-SMALL = {
-  "task": "experiments/fixed_problems.py:fixed_problems",  # from the repository's root, where these commands are run
-  "task_args.num_train_prompts": 1024,
+# The quickstart on the chains of `chains.py` and a model of a quarter of its size: hundreds of runs on a CPU.
+CHAINS = {
+  "task": "experiments/chains.py:Chains",  # from the repository's root, where these commands are run
+  "task_args.num_train_prompts": 1024, "task_args.sft_share_with_work": 0.2,
   "model.architecture.hidden_size": 64, "model.architecture.num_heads": 2, "model.architecture.num_kv_heads": 1,
   "model.architecture.mlp_size": 192,
-  "train.prompts_per_step": 4, "train.responses_per_prompt": 8, "train.micro_batches": 4,
+  "train.prompts_per_step": 4, "train.responses_per_prompt": 8, "train.micro_batches": 1, "train.length_buckets": (15,),
   "sample.responses_per_prompt": 8, "sample.slots": 32, "sample.in_flight": False,
+  "sample.max_prompt_tokens": 6, "sample.max_new_tokens": 9, "sample.chunk_tokens": 8,
   "buffer.fill_responses": 32, "buffer.dedup": False, "eval.kl_prompts": 16,
   "devices.searchers": 1, "devices.share": True,
   "runtime.mode": "lockstep", "eval.every_steps": 0, "eval.size": 512, "checkpoint.every_steps": 0,
   "log.rollouts_per_step": 0,
 }
-START = {"sft.steps": 1600, "train.steps": 0}
+START = {"train.steps": 0, "sft.steps": 1200, "sft.batch_size": 64, "sft.micro_batches": 1, "sft.learning_rate": 3e-3}
 FROM_START = {"sft.steps": 0, "sft.num_examples": 1, "sft.warmup_steps": 0}
-
-# The same for hundreds of runs: the chains of `chains.py`.
-CHAINS = {
-  **SMALL, "task": "experiments/chains.py:Chains", "task_args.sft_share_with_work": 0.2,
-  "sample.max_prompt_tokens": 6, "sample.max_new_tokens": 9, "sample.chunk_tokens": 8, "train.length_buckets": (15,),
-  "train.micro_batches": 1,
-}
-CHAINS_START = {**START, "sft.steps": 1200, "sft.batch_size": 64, "sft.micro_batches": 1, "sft.learning_rate": 3e-3}
 SHAPE = ("sample.max_", "sample.chunk", "train.length")  # of a task: also of its smoke form
 
 Cell = dict[str, Any]
-PROBLEMS_SEED = 0
 
 
-@functools.cache
-def problems(**sizes: float) -> Any:
-  """The word problems of every study, by the arguments of `ArithmeticTask`."""
-  from tba_jax.tasks.arithmetic import ArithmeticTask
-
-  return ArithmeticTask(seed=PROBLEMS_SEED, **sizes)
-
-
-def make_config(changes: Mapping[str, Any], *, base: Mapping[str, Any] = SMALL, quick: bool = False) -> Any:
+def make_config(changes: Mapping[str, Any], *, quick: bool = False) -> Any:
   """The quickstart with the study's settings and `changes`, dotted keys; checked. `quick`: the sizes of its smoke form.
   """
   import jax
@@ -70,7 +54,7 @@ def make_config(changes: Mapping[str, Any], *, base: Mapping[str, Any] = SMALL, 
 
   config = quickstart.get_config("smoke" if quick else None).unlock()
   sizes = ("model.", "train.", "sample.resp", "sample.slots", "buffer.fill")  # which the smoke form has smaller ones of
-  small = {name: value for name, value in base.items()
+  small = {name: value for name, value in CHAINS.items()
            if not (quick and name.startswith(sizes)) or name.startswith(SHAPE)}
   for name, value in {**small, **changes}.items():
     *sections, key = name.split(".")
@@ -83,9 +67,7 @@ def make_config(changes: Mapping[str, Any], *, base: Mapping[str, Any] = SMALL, 
   return config
 
 
-def starting_model(
-  *, base: Mapping[str, Any] = SMALL, settings: Mapping[str, Any] = START, quick: bool = False
-) -> pathlib.Path:
+def starting_model(*, quick: bool = False) -> pathlib.Path:
   """The folder of the one run that fine-tunes the model all cells start from; made when it is not there.
 
   It is kept in the user's cache folder, under its settings' checksum.
@@ -95,13 +77,26 @@ def starting_model(
   from tba_jax import config as config_lib
   from tba_jax import main as main_lib
 
-  config = make_config({**settings, **({"sft.steps": 20} if quick else {})}, base=base, quick=quick)
+  config = make_config({**START, **({"sft.steps": 20} if quick else {})}, quick=quick)
   name = f"{zlib.crc32(config_lib.to_json(config).encode()):08x}"
   folder = main_lib.cache_folder() / "studies" / name
   if not (folder / "results.json").is_file():
     print(f"fine-tuning the starting model in {folder}", flush=True)
     _train(config, folder)
   return folder
+
+
+def checksum(folder: pathlib.Path) -> str:
+  """Of the parameters of a run's version 0."""
+  import zlib
+
+  import jax
+  import numpy as np
+
+  from experiments.lab import load_start
+
+  leaves = jax.tree.leaves(load_start(folder)[2])
+  return f"{zlib.crc32(b''.join(np.asarray(leaf).tobytes() for leaf in leaves)):08x}"
 
 
 def set_up(*, num_devices: int = 1) -> None:
@@ -128,18 +123,15 @@ def _train(config: Any, folder: pathlib.Path) -> None:
     raise RuntimeError(f"a run ended with code {code}: {(folder / 'log').read_text()[-2000:]}")
 
 
-def run_cell(
-  changes: Mapping[str, Any], start: pathlib.Path, *, base: Mapping[str, Any] = SMALL, quick: bool = False,
-  also: Callable[[pathlib.Path], Mapping[str, Any]] = lambda folder: {},
-) -> dict[str, Any]:
+def run_cell(changes: Mapping[str, Any], start: pathlib.Path, *, quick: bool = False) -> dict[str, Any]:
   """One run from the starting model.
 
-  Returns: what `summarise` makes of its metrics, its wall-clock seconds, and what `also` makes of its folder.
+  Returns: what `summarise` makes of its metrics, and its wall-clock seconds.
   """
   from tba_jax import config as config_lib
 
   began = time.monotonic()
-  config = make_config({**FROM_START, **changes}, base=base, quick=quick)
+  config = make_config({**FROM_START, **changes}, quick=quick)
   with tempfile.TemporaryDirectory() as temporary:
     folder = pathlib.Path(temporary) / "run"
     folder.mkdir()
@@ -149,18 +141,15 @@ def run_cell(
     _train(config, folder)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     results = json.loads((folder / "results.json").read_text())
-    more = also(folder)
-  return {**more, **summarise(lines, results), "seconds": round(time.monotonic() - began, 2)}
+  return {**summarise(lines, results), "seconds": round(time.monotonic() - began, 2)}
 
 
-def run_bare_cell(
-  changes: Mapping[str, Any], start: pathlib.Path, *, base: Mapping[str, Any] = CHAINS, quick: bool = False
-) -> dict[str, Any]:
+def run_bare_cell(changes: Mapping[str, Any], start: pathlib.Path, *, quick: bool = False) -> dict[str, Any]:
   """The same run without the machinery of one, see `bare.py`; its seconds are CPU seconds."""
   from experiments.bare import BareRun
 
   began = time.process_time()
-  config = make_config({**FROM_START, **changes}, base=base, quick=quick)
+  config = make_config({**FROM_START, **changes}, quick=quick)
   lines, results = BareRun(config, start).run(eval_every_steps=2 if quick else 100)
   return {**summarise(lines, results), "greedy_after": results["greedy_after"],
           "seconds": round(time.process_time() - began, 2)}
@@ -192,12 +181,14 @@ class Study:
 
   Args:
     path: the JSON; read if it is there.
-    about: what the figures are of, written beside them.
+    about: what the figures are of, written beside them; "starting_model": its checksum.
   """
 
   def __init__(self, path: pathlib.Path, about: Mapping[str, Any]):
     self.path, self.about = path, dict(about)
-    self.cells: list[Cell] = json.loads(path.read_text())["cells"] if path.is_file() else []
+    held = json.loads(path.read_text()) if path.is_file() else {"about": about, "cells": []}
+    self.cells: list[Cell] = held["cells"]
+    self._other_start = held["about"].get("starting_model") != about.get("starting_model")
 
   def find(self, **key: Any) -> Cell | None:
     """The finished cell with exactly this key."""
@@ -224,11 +215,14 @@ class Study:
     """Runs the cells that are not there yet, in order; False if the minutes since `began` were over before the end.
 
     `run`: key -> what is kept of the cell, its "seconds" among it.
+    Raises: SystemExit if some are missing and those that are there are of another starting model.
     """
     from tba_jax import metrics
 
-    keys = list(wanted)
-    missing = [key for key in keys if self.find(**key) is None]
+    missing = [key for key in wanted if self.find(**key) is None]
+    if missing and self._other_start:
+      raise SystemExit(f"{self.path} holds runs from another starting model (of another machine or version), which the "
+                       f"{len(missing)} that are missing cannot be compared with; give another folder with --out")
     bar = metrics.StageProgress(self.path.stem, len(missing), interval_secs=0.0)
     try:
       for done, key in enumerate(missing):

@@ -5,7 +5,7 @@
 Many batches of 64 responses are sampled by one policy, and each gives a gradient at another: with g a batch's gradient,
 signal to noise is |E g| / sqrt(trace Cov g), the share of a step that is not luck. Three panels:
 
-  lag       the problems of `study.py`: sampled by the starting model, which is the reference too; the
+  lag       the chains of `chains.py`: sampled by the starting model, which is the reference too; the
             gradient is taken after so many on-policy updates of tb_vargrad (rate 1e-4) from there
   K         the same at lag 0 with K responses a prompt, 64 / K prompts
   length    responses of exactly so many tokens (a model without training that may not stop; reward: the share of even
@@ -13,8 +13,8 @@ signal to noise is |E g| / sqrt(trace Cov g), the share of a step that is not lu
 
 Both parts are unbiased estimates from --batches of them, the error is the jackknife's over batches; where the signal
 cannot be told from noise the ratio is 0. It says nothing of where a gradient points: a clip drops what it does not
-like, and what is left may agree with itself the better. Writes variance.json (the same command goes on where it was stopped),
-variance.md and variance.png.
+like, and what is left may agree with itself the better. Writes variance.json (the same command goes on where it was
+stopped), variance.md and variance.png.
 """
 
 from __future__ import annotations
@@ -204,8 +204,10 @@ def main(argv: Sequence[str] | None = None) -> study.Study:
   began = time.monotonic()
   study.set_up()
   batches = 3 if args.quick else args.batches
-  source = Source(study.starting_model(quick=args.quick), quick=args.quick)
-  about = {"what": "signal to noise of a batch's gradient", "beta": BETA, "rows": ROWS, "nearby": NEARBY}
+  start = study.starting_model(quick=args.quick)
+  source = Source(start, quick=args.quick)
+  about = {"what": "signal to noise of a batch's gradient", "starting_model": study.checksum(start), "beta": BETA,
+           "rows": ROWS, "nearby": NEARBY}
   found = study.Study(args.out / "variance.json", about)
   done = found.run_missing(cells(batches), lambda key: run_cell(key, source), minutes=args.minutes, began=began)
   print(write(found, args.out, batches))

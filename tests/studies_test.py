@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import time
-import types
 
 import numpy as np
 import pytest
@@ -41,6 +40,11 @@ def test_a_study_goes_on_where_it_was_stopped(tmp_path):
   assert again.run_missing(keys, run, minutes=100.0, began=time.monotonic())
   assert ran == [0, 1, 2, 3] and again.after(n=3) == 0.3 and again.after(n=4) is None
   assert json.loads(path.read_text())["about"] == {"what": "some"}
+  other = study.Study(path, {"what": "some", "starting_model": "0"})
+  assert other.run_missing(keys, run, minutes=100.0, began=time.monotonic())  # nothing to add
+  with pytest.raises(SystemExit, match="1 that are missing cannot be compared"):
+    other.run_missing([*keys, {"n": 9}], run, minutes=100.0, began=time.monotonic())
+  assert len(ran) == 4
 
 
 def test_rates_are_chosen_at_lag_0_and_at_each_lag_on_the_tuning_seed(tmp_path):
@@ -119,28 +123,39 @@ def test_signal_to_noise_is_that_of_the_distribution_and_so_is_its_error():
   assert variance.signal_to_noise(np.ones((4, 2)))[0] == 0.0  # no noise to compare with
 
 
-def test_time_to_accuracy_takes_each_arms_best_setting(tmp_path):
+def test_time_to_accuracy_shows_each_arm_at_the_setting_that_its_tuning_seed_found(tmp_path):
   found = study.Study(tmp_path / "time.json", {})
-  curves = {  # step, seconds, accuracy, CPU seconds
-    ("TBA", 1e-4): [[0, 0, 0.3, 0], [5, 2.0, 0.5, 4.0], [10, 4.0, 0.7, 8.0]],
-    ("TBA", 3e-5): [[0, 0, 0.3, 0], [5, 2.0, 0.4, 4.0], [10, 4.0, 0.5, 8.0]],
-    ("VinePPO", 1e-4): [[0, 0, 0.3, 0], [5, 9.0, 0.6, 9.0], [10, 18.0, 0.5, 18.0]],
-    ("on-policy PPO", 1e-4): [[0, 0, 0.3, 0], [10, 5.0, 0.45, 5.0]],
-  }
-  for (arm, rate), curve in curves.items():
-    key = {"arm": arm, "prompts": 4, "rate": rate, "seed": 1, "responses": 64}
-    found.add(key, {"timed_curve": curve, "cores_of_others": 0.5})
-  args = types.SimpleNamespace(out=tmp_path, seeds=(1,), target=0.6)
-  text = time_to_accuracy.write(found, args, 64)
-  assert "| TBA | 4 prompts, 0.0001 | 70.0 | 0.5 | 3.0 | 1.00 | 6.0 | 1.00 |" in text
-  assert "| VinePPO | 4 prompts, 0.0001 | 60.0 | 0.5 | 9.0 | 3.00 | 9.0 | 1.50 |" in text
-  assert "| on-policy PPO | 4 prompts, 0.0001 | 45.0 | 0.5 | not reached |  | not reached |  |" in text
+  plan = time_to_accuracy.Plan(64, 0, 0.6, grid=((4, 1e-4), (4, 3e-5)))
+
+  def add(arm, rate, seed, curve):  # step, seconds, accuracy, CPU seconds
+    found.add(plan.cell(arm, 4, rate, seed), {"timed_curve": [[0, 0, 0.3, 0], *curve], "cores_of_others": 0.5})
+
+  add("TBA", 1e-4, 0, [[5, 2.0, 0.5, 4.0], [10, 4.0, 0.7, 8.0]])
+  assert plan.best(found, "TBA") is None  # one tuning run is missing
+  add("TBA", 3e-5, 0, [[5, 2.0, 0.5, 4.0], [10, 1.0, 0.7, 9.0]])  # sooner by the clock, later by CPU time
+  add("TBA", 1e-4, 1, [[5, 2.0, 0.5, 4.0], [10, 4.0, 0.7, 8.0]])
+  add("TBA", 1e-4, 2, [[5, 2.0, 0.6, 4.0]])
+  add("VinePPO", 1e-4, 0, [[10, 9.0, 0.45, 9.0]])
+  add("VinePPO", 3e-5, 0, [[10, 9.0, 0.5, 9.0]])  # neither is there; this is nearer
+  add("VinePPO", 3e-5, 1, [[5, 9.0, 0.6, 10.0]])
+  add("VinePPO", 3e-5, 2, [[5, 9.0, 0.5, 10.0]])
+  text = time_to_accuracy.write(found, tmp_path, (1, 2), plan)
+  assert "| TBA | 4 prompts, 0.0001 | 2 of 2 | 5.0 ± 1.0 | 1.00 | 6 | 65.0 ± 5.0 | 0.5 |" in text
+  assert "| VinePPO | 4 prompts, 3e-05 | 1 of 2 | 10.0 ± 0.0 | 2.00 | 5 | 55.0 ± 5.0 | 0.5 |" in text
   assert "RLOO" not in text and (tmp_path / "time_to_accuracy.png").is_file()
-  keys = list(time_to_accuracy.cells((1,), time_to_accuracy.RESPONSES))
-  assert len(keys) == 30 and {key["arm"] for key in keys[:5]} == set(time_to_accuracy.ARMS)
-  for key in keys:
+  plan = time_to_accuracy.Plan(time_to_accuracy.RESPONSES, 0, 0.6)
+  assert len(plan.tuning_cells()) == 15
+  for key in plan.tuning_cells():
     changes = time_to_accuracy.changes_of(key)
     assert changes["train.steps"] * changes["sample.slots"] == time_to_accuracy.RESPONSES
+    slow = time_to_accuracy.changes_of({**key, "decode_ms": 100})  # 4 devices of 32 slots, one of them the trainer's
+    assert (slow["devices.searchers"], slow["sample.slots"]) == ((1, 128) if slow["devices.share"] else (3, 32))
+
+
+def test_the_clock_counts_the_steps_that_compile_as_the_mean_of_the_others():
+  marks = time_to_accuracy.Marks(10, decode_ms=0)
+  marks.at_step = {step: {"wall": wall} for step, wall in enumerate([0.0, 50.0, 90.0, 93.0, 96.0])}
+  assert [marks.seconds(step, "wall") for step in (2, 3, 4)] == [6.0, 9.0, 12.0]
 
 
 @pytest.mark.slow
@@ -177,12 +192,12 @@ def test_a_lab_scores_what_it_sampled_and_takes_the_gradient_of_the_train_step()
 def test_a_bare_run_is_the_lockstep_run_of_its_config(tmp_path, monkeypatch, loss, lag):
   """Rewards of all steps to the last sample, losses and gradients up to rounding, and what is held of the end."""
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-  start = study.starting_model(base=study.CHAINS, settings=study.CHAINS_START, quick=True)
+  start = study.starting_model(quick=True)
   changes = {**off_policy.changes_of(off_policy.cell(loss, lag, 1, 1e-3, 6)), "train.steps": 6 + lag}
   seen = []
   monkeypatch.setattr(study, "summarise", lambda lines, results: seen.append((lines, results)) or {})
   study.run_bare_cell(changes, start, quick=True)
-  study.run_cell(changes, start, base=study.CHAINS, quick=True)
+  study.run_cell(changes, start, quick=True)
   (mine, my_results), (theirs, their_results) = seen
   steps = [[line for line in lines if "loss" in line] for lines in (mine, theirs)]
   assert len(steps[0]) == len(steps[1]) == 6 + lag and any(line["reward"] for line in steps[0])
@@ -197,7 +212,7 @@ def test_a_bare_run_is_the_lockstep_run_of_its_config(tmp_path, monkeypatch, los
 @pytest.mark.slow
 @pytest.mark.parametrize("name, flags", [
   ("off_policy", ["--losses=tb_vargrad,rloo", "--lags=0,2", "--seeds=1"]), ("ablations", ["--only=m,searchers"]),
-  ("variance", []), ("time_to_accuracy", []),
+  ("variance", []), ("time_to_accuracy", ["--decode_ms=1", "--seeds=1"]),
 ])
 def test_a_study_in_its_shortest_form_runs_and_goes_on(tmp_path, name, flags):
   """Table, plot and JSON are written; the same command again runs nothing."""
