@@ -271,7 +271,7 @@ def _processes(backend: str) -> _Processes:
     if number > 1:
       raise config_lib.ConfigError([
         f"this machine is one of {number} of a TPU slice, whose chips wait for each other; start on each of them, "
-        f"within 25 s,\n  {_command('--coordinator=auto')}\nor have searchers on the others by Ray (docs/cloud_tpu.md)"])
+        f"within 20 s,\n  {_command('--coordinator=auto')}\nor have searchers on the others by Ray (docs/cloud_tpu.md)"])
     return _Processes()
   if _COORDINATOR.value == "auto":
     return _of_environment()

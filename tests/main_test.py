@@ -121,7 +121,7 @@ def test_a_process_alone_on_a_slice_of_several_hosts_ends_with_the_command(tmp_p
   alone = _run(*flags, JAX_PLATFORMS="", **env)
   assert alone.returncode == 2 and alone.stderr.splitlines()[:2] == [
     "error: this machine is one of 4 of a TPU slice, whose chips wait for each other; start on each of them, within "
-    "25 s,",
+    "20 s,",
     f"  python -m tba_jax.main {' '.join(flags)} --coordinator=auto"]
   assert "model.path='/nowhere'" in _errors(_run(*flags, **env))[0]  # JAX_PLATFORMS=cpu
 

@@ -26,7 +26,7 @@ import numpy as np
 from tba_jax.deadlines import Hung, awake_secs, wait_until
 from tba_jax.runtime.settings import StopFlag
 
-MEET_SECS = 25.0  # that processes wait for each other at the start
+MEET_SECS = 20.0  # that processes wait for each other at the start
 _PING_SECS, _SILENT_SECS = 1.0, 20.0
 _END_SECS = 15.0  # for the last order to be followed
 
