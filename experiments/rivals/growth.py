@@ -52,7 +52,7 @@ def plot(step_secs: StepSecs, path: pathlib.Path, *, title: str) -> None:
   import matplotlib
 
   matplotlib.use("agg")
-  from matplotlib import pyplot
+  from matplotlib import pyplot, ticker
 
   figure, axes = pyplot.subplots(figsize=(8, 5.5), layout="constrained")
   for slots in sorted({rows for rows, _ in step_secs}):
@@ -61,7 +61,10 @@ def plot(step_secs: StepSecs, path: pathlib.Path, *, title: str) -> None:
     axes.plot(lengths, speeds, marker="o", label=f"{slots} slot" + "s" * (slots > 1))
   axes.set(xscale="log", yscale="log", xlabel="tokens of the sequence", ylabel="new tokens per second, all slots")
   axes.set_xticks(lengths, [str(length) for length in lengths])
-  axes.minorticks_off()
+  axes.xaxis.minorticks_off()
+  axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+  axes.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
+  axes.yaxis.minorticks_off()
   axes.grid(alpha=0.3)
   axes.legend()
   axes.set_title(textwrap.fill(title, 120), fontsize=8)
