@@ -21,6 +21,7 @@ import math
 import os
 import pathlib
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -33,7 +34,7 @@ from tba_jax.checkpoints.huggingface import load_model
 from tba_jax.checkpoints.trained import load_trained, load_version_0
 from tba_jax.config_schema import TASK_ARGS
 from tba_jax.learner import make_scorer
-from tba_jax.metrics import StageProgress, bytes_bar
+from tba_jax.metrics import StageProgress, bytes_bar, plain, write_atomic
 from tba_jax.models import transformer
 from tba_jax.models.variants import ModelConfig
 from tba_jax.sample_statistics import mean_half_interval, summarise, summary_table, wilson_interval
@@ -81,6 +82,10 @@ class Evaluation:
 
 class Interrupted(Exception):
   """The evaluation was asked to stop before its end."""
+
+
+class RewardFailed(RuntimeError):
+  """The reward of a task raised."""
 
 
 def evaluate_greedy(
@@ -162,7 +167,10 @@ def _graded(prompt: Prompt, groups: Sequence[SampledGroup], reward: GroupReward,
   tokens = tuple(row[:length] for group in groups for row, length in zip(group.tokens, group.lengths))
   texts = tuple(task.response_text(row) for row in tokens)
   truncated = np.concatenate([group.truncated for group in groups])
-  rewards = grade(reward, prompt, Responses(texts, tokens, truncated))
+  try:
+    rewards = grade(reward, prompt, Responses(texts, tokens, truncated))
+  except Exception as error:  # whatever a task's own file raises; as a ValueError it would pass for bad input
+    raise RewardFailed(f"the reward of prompt {prompt.prompt_id} raised {type(error).__name__}: {error}") from error
   answers = [task.final_answer(text) for text in texts] if isinstance(task, AnswerTask) else [None] * len(texts)
   return [
     {
@@ -173,16 +181,30 @@ def _graded(prompt: Prompt, groups: Sequence[SampledGroup], reward: GroupReward,
   ]
 
 
-def read_finished(path: pathlib.Path) -> dict[int, dict[str, Any]]:
-  """The finished prompts of samples.jsonl by index; a last line that was cut off by a kill is taken away."""
+def read_finished(path: pathlib.Path, prompts: Sequence[Prompt]) -> dict[int, dict[str, Any]]:
+  """The finished prompts of samples.jsonl by index; a last line that was cut off by a kill is taken away.
+
+  Raises: ValueError for a line that is damaged, or of another prompt than the one that has its index now.
+  """
   if not path.exists():
     return {}
   whole, _, rest = path.read_bytes().rpartition(b"\n")
   if rest:
     with path.open("rb+") as file:
       file.truncate(len(whole) + 1 if whole else 0)
-  rows = [json.loads(line) for line in whole.splitlines()]
-  return {row["index"]: row for row in rows}
+  rows = {}
+  for number, line in enumerate(whole.splitlines(), start=1):
+    try:
+      row = json.loads(line)
+      index, text = row["index"], row["prompt"]
+    except (ValueError, KeyError, TypeError) as error:
+      raise ValueError(f"{path} line {number} is damaged ({error}); delete the line, and its prompt is done again."
+                       ) from error
+    if index >= len(prompts) or text != prompts[index].text:
+      raise ValueError(f"{path} line {number} is of another prompt than the task's number {index}: the data have "
+                       "changed since; give another --out.")
+    rows[index] = row
+  return rows
 
 
 def sample_prompts(
@@ -196,7 +218,7 @@ def sample_prompts(
   Returns: a row per prompt, in their order: {"index", "prompt", "greedy" or, of a task that samples its evaluations,
     "sampled": response, "samples": [response, ...]}.
   """
-  rows, once = read_finished(path), "sampled" if isinstance(task, SampledEvalTask) else "greedy"
+  rows, once = read_finished(path, prompts), "sampled" if isinstance(task, SampledEvalTask) else "greedy"
   engine.set_weights(params, 0)
   for index, prompt in enumerate(prompts):
     if index in rows:
@@ -332,7 +354,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
       reference = ref_cfg, here(ref_params)
     summary |= against_reference(rows, prompts, policy=(cfg, params), reference=reference,
                                  temperature=options["temperature"], dtype=dtype)
-  (args.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+  write_atomic(args.out / "summary.json", json.dumps(plain(summary), indent=2, allow_nan=False) + "\n")
   return summary
 
 
@@ -367,12 +389,15 @@ def _claim(folder: pathlib.Path, settings: Mapping[str, Any]) -> None:
     raise ValueError(f"--out={folder} cannot be made ({error.strerror}); give another folder.") from error
   path = folder / "settings.json"
   if path.is_file():
-    found = json.loads(path.read_text())
+    try:
+      found = json.loads(path.read_text())
+    except ValueError as error:
+      raise ValueError(f"{path} is damaged ({error}); give another folder with --out.") from error
     changed = [f"{key}: {found.get(key)!r} -> {value!r}" for key, value in settings.items() if found.get(key) != value]
     if changed:
       raise ValueError(f"--out={folder} belongs to another evaluation ({'; '.join(changed)}); give another folder.")
   else:
-    path.write_text(json.dumps(settings, indent=2) + "\n")
+    write_atomic(path, json.dumps(settings, indent=2) + "\n")
 
 
 def _json_object(text: str) -> dict[str, Any]:
@@ -418,7 +443,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-  """The command; bad input ends with one line on stderr and exit code 2, Ctrl-C with 130."""
+  """The command; bad input ends with one line on stderr and exit code 2, a reward that raises with 1, Ctrl-C with 130.
+  """
   logging.set_verbosity(logging.ERROR)  # orbax warns of every option that reading only implies
   args = make_parser().parse_args(argv)
   try:
@@ -426,6 +452,11 @@ def main(argv: Sequence[str] | None = None) -> None:
   except (ValueError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)
     sys.exit(2)
+  except RewardFailed as error:
+    traceback.print_exc()
+    print(f"error: {error}; correct the task, and the same command goes on with what {args.out}/samples.jsonl has",
+          file=sys.stderr)
+    sys.exit(1)
   except KeyboardInterrupt:
     print(f"\nstopped; the same command goes on with what {args.out}/samples.jsonl has", file=sys.stderr)
     sys.exit(130)

@@ -18,7 +18,7 @@ from tba_jax.models import transformer
 from tba_jax.models.heads import token_logprobs
 from tba_jax.models.variants import new_model_config
 from tba_jax.sampling.engine import SampledGroup
-from tba_jax.tasks.arithmetic import make_arithmetic_tokenizer
+from tba_jax.tasks.arithmetic import ArithmeticTask, make_arithmetic_tokenizer
 from tba_jax.types import Prompt
 
 TASK = """
@@ -115,6 +115,35 @@ def test_rows_numbers_and_going_on(model, tmp_path, capsys):
     _run(model, tmp_path / "whole", "--seed=1")
   assert ended.value.code == 2
   assert "belongs to another evaluation (seed: 0 -> 1); give another folder" in capsys.readouterr().err
+
+
+def test_data_that_changed_a_damaged_line_and_a_reward_that_raises(model, tmp_path, capsys):
+  def error_of(code, text=None):
+    with pytest.raises(SystemExit) as ended:
+      if text is not None:
+        (tmp_path / "out" / "samples.jsonl").write_text(text)
+      _run(model, tmp_path / "out")
+    assert ended.value.code == code
+    return capsys.readouterr().err.splitlines()[-1]
+
+  summary, rows = _run(model, tmp_path / "out", "--size=1", "--samples=2", "--k=1")
+  assert summary["kl"]["interval"] == ["NaN", "NaN"], "of one prompt there is none, and JSON has no NaN"
+  capsys.readouterr()
+  (tmp_path / "out" / "settings.json").unlink()
+  path = tmp_path / "out" / "samples.jsonl"
+  another, number_6 = (json.dumps(rows[0] | change) + "\n" for change in ({"prompt": "1+1"}, {"index": 6}))
+  assert error_of(2, another) == (f"error: {path} line 1 is of another prompt than the task's number 0: the data have "
+                                  "changed since; give another --out.")
+  assert "line 1 is of another prompt than the task's number 6" in error_of(2, number_6)
+  assert f"{path} line 1 is damaged (" in error_of(2, "\0\n") and "line 1 is damaged ('index')" in error_of(2, "{}\n")
+  (tmp_path / "out" / "settings.json").write_text("")
+  assert f"{tmp_path}/out/settings.json is damaged" in error_of(2)
+  (tmp_path / "out" / "settings.json").unlink()
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(ArithmeticTask, "response_text", lambda self, tokens: None)  # of which the file's class takes the end
+    line = error_of(1, "")
+  assert re.search("error: the reward of prompt . raised AttributeError: 'NoneType' .*; correct the task, and", line)
+  assert len(_run(model, tmp_path / "out")[1]) == 6
 
 
 @pytest.mark.parametrize("argv, line", [
@@ -254,4 +283,4 @@ def test_a_task_that_samples_its_evaluations_is_sampled_and_graded_together(tmp_
   summary = evaluate.summarise(rows, ks=(1,))
   assert summary["sampled"]["mean"] == np.mean([row["sampled"]["tokens"][0] % 2 for row in rows])
   assert "sampled: reward of 1" in evaluate.summary_table({"model": "m", "task": "t", **summary})
-  assert evaluate.read_finished(tmp_path / "samples.jsonl").keys() == set(range(5))
+  assert evaluate.read_finished(tmp_path / "samples.jsonl", prompts).keys() == set(range(5))
