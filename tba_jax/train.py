@@ -138,9 +138,10 @@ def _run(config: ConfigDict, folder: pathlib.Path, stop: StopFlag, stack: contex
   trainer = build.build_trainer(config, cfg, params, mesh, folder, make=make_trainer)
   del params, to_send  # the trainer's: its steps donate them, or a frozen base is read by them
   exchange = build.build_exchange(config, len(task.train_prompts()))
-  snapshot = run_state.restore(
-      _like(trainer.state), weights.abstract(trainer.state.params, searcher=0),
-      None if reference is None else _like(reference.state()))
+  with as_config_error("checkpoints"):
+    snapshot = run_state.restore(
+        _like(trainer.state), weights.abstract(trainer.state.params, searcher=0),
+        None if reference is None else _like(reference.state()))
   steps_done = -1 if snapshot is None else snapshot.step
   logs = dict(resume_step=steps_done, disk=disk, evaluates_again=_evaluates_again(snapshot))
   progress = metrics.Progress(config.train.steps, start_step=max(0, steps_done))

@@ -126,6 +126,12 @@ def test_a_damaged_step_falls_back_to_the_one_before_and_says_so(tmp_path, caplo
     got = state.restore(_like(_state(0)), None)
   assert got.step == 1
   assert "checkpoint of step 2 cannot be read" in caplog.text
+  for path in (tmp_path / "checkpoints" / "1" / "train").rglob("*"):
+    if path.is_file():
+      path.write_bytes(b"")
+  with pytest.raises(ValueError, match=r"checkpoints: none of the steps \[2, 1\] can be read; restore them from a "
+                     "copy, go on with the version of this program that wrote them, or start in a new workdir"):
+    state.restore(_like(_state(0)), None)
 
 
 def test_initial_params_and_params_of_one_step(tmp_path):

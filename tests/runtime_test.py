@@ -116,6 +116,17 @@ def test_an_evaluation_that_was_logged_and_not_saved_is_not_there_twice(tmp_path
     assert runs.lines(tmp_path / "killed", name) == runs.lines(tmp_path / "whole", name)
 
 
+def test_checkpoints_that_cannot_be_read_are_told_in_one_line(tmp_path):
+  config = runs.short_config(runtime__mode="lockstep", train__steps=2)
+  assert runs.run(config, tmp_path) == 0
+  (tmp_path / "results.json").unlink()
+  for path in (tmp_path / "checkpoints").glob("*/meta/*"):
+    path.write_text("{}" if path.name == "metadata" else "")
+  with pytest.raises(ConfigError, match=r"checkpoints: .*none of the steps \[2\] can be read; restore them from a"):
+    runs.run(config, tmp_path)
+  assert (tmp_path / "config.json").is_file()
+
+
 def test_a_stop_in_the_middle_of_decoding_repeats_the_same_rollouts(tmp_path, monkeypatch):
   config = runs.short_config(runtime__mode="lockstep", sample__chunk_tokens=2)
   assert runs.run(config, tmp_path / "whole") == 0

@@ -267,7 +267,7 @@ class RunState:
 
     Args: shapes, dtypes and shardings (ShapeDtypeStruct trees) of the train state, of one searcher's weights, and of a
       reference that moves.
-    Raises: RuntimeError if there are steps and none can be read.
+    Raises: ValueError if there are steps and none can be read.
     """
     steps = sorted(self._manager.all_steps(), reverse=True)
     for step in steps:
@@ -278,8 +278,8 @@ class RunState:
                       type(error).__name__,
                       str(error).splitlines()[0] if str(error) else "")
     if steps:
-      raise RuntimeError(f"{self.workdir}/checkpoints: none of the steps {steps} can be read; restore them from a "
-                         "copy, or start in a new workdir")
+      raise ValueError(f"{self.workdir}/checkpoints: none of the steps {steps} can be read; restore them from a copy, "
+                       "go on with the version of this program that wrote them, or start in a new workdir")
     return None
 
   def _restore_step(self, step: int, train_state: TrainState, published: Any, reference: Any) -> Snapshot:
