@@ -51,7 +51,7 @@ ARMS: dict[str, dict[str, Any]] = {
   "VinePPO": {**_SYNC, "loss.name": "vineppo", "loss.vine_samples": 4, "loss.vine_step_tokens": 4},
   "async online DPO": {**_ASYNC, "loss.name": "dpo", "buffer.order": "fifo", "buffer.max_uses": 1,
                        "sync.max_lead_steps": 2},
-  "TBA": {**_ASYNC, "loss.name": "tb_vargrad", "buffer.dedup": True, "sync.max_lead_steps": 4},
+  "TBA": {**_ASYNC, "loss.name": "tb_vargrad", "buffer.dedup": True, "sync.max_lead_steps": 4, "sync.every_steps": 2},
 }
 
 
