@@ -186,6 +186,23 @@ def test_async_stop_and_resume_accounts_for_every_occurrence(tmp_path, monkeypat
   assert [line["step"] for line in runs.lines(tmp_path / "run") if "loss" in line] == list(range(1, 9))
 
 
+def test_evaluations_that_take_longer_than_the_steps_between_them_do_not_pile_up(tmp_path, monkeypatch, capsys):
+  evaluate, under_way = Run.evaluate, []
+
+  def slow(self, searcher, weights, *, step, stopped):
+    while step == 0 and self.step < 7:  # the first one goes on while the trainer takes steps
+      time.sleep(0.01)
+    under_way.append(len(self.evaluations_under_way()))
+    return evaluate(self, searcher, weights, step=step, stopped=stopped)
+
+  monkeypatch.setattr(Run, "evaluate", slow)
+  config = runs.short_config(train__steps=8, eval__every_steps=1, devices__searchers=2)
+  assert runs.run(config, tmp_path / "run") == 0
+  assert max(under_way) == 4
+  assert {0, 1, 2, 3, 8} <= _evaluated_steps(tmp_path / "run") <= {0, 1, 2, 3, 7, 8}
+  assert capsys.readouterr().err.count("step 4: 4 evaluations are not over yet; this one is left out") == 1
+
+
 def test_an_evaluation_under_way_at_a_stop_is_made_by_the_resumed_run_at_its_own_version(tmp_path, monkeypatch, capsys):
   config = runs.short_config(train__steps=8, eval__every_steps=2, train__learning_rate=1e-2)
   evaluate, given = Run.evaluate, []

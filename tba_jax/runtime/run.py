@@ -33,6 +33,8 @@ from tba_jax.weights import Weights, WeightStore
 _COUNT_NAMES = {"truncated": "truncated_rollouts"}
 _SEARCHER_COUNTS = tuple(field.name for field in dataclasses.fields(SearcherCounts))
 
+_MOST_UNDER_EVALUATION = 4  # each has a copy of the weights in the sampler's dtype on the devices
+
 
 class Run:
   """The parts of a run and its books. Drivers (`lockstep`, `local`) decide who does what when.
@@ -86,6 +88,7 @@ class Run:
     self._accuracy = math.nan
     # By step: weights whose evaluation was asked for and is not over.
     self._under_evaluation: dict[int, Callable[[], Weights]] = {}
+    self._told_of_late_evaluations = False
     self.num_evaluated = 0
     self._to_book: StepReport | None = None  # of the step finished last
     self._fill = SlowStage("filling the buffer: responses", exchange.fill_responses, say=progress.message)
@@ -292,7 +295,14 @@ class Run:
     every, step = self.settings.eval_every_steps, self.step
     wanted = step == 0 or step >= self.settings.steps or (every > 0 and step % every == 0)
     with self._lock:
-      return wanted and step > max((self.totals.last_eval_step, *self._under_evaluation))
+      due = wanted and step > max((self.totals.last_eval_step, *self._under_evaluation))
+      left_out = due and step < self.settings.steps and len(self._under_evaluation) >= _MOST_UNDER_EVALUATION
+    if left_out and not self._told_of_late_evaluations:
+      self._told_of_late_evaluations = True
+      self.progress.message(
+          f"step {step}: {_MOST_UNDER_EVALUATION} evaluations are not over yet; this one is left out, and others that find as "
+          f"many. Each holds a copy of the weights. Raise eval.every_steps={every}, or lower eval.size")
+    return due and not left_out
 
   def initial_weights(self) -> Weights:
     """Version 0 for the first searcher, in a run that has gone on from there: the reference, or where that has moved,
