@@ -175,6 +175,8 @@ def time_to(run: study.Cell, target: float) -> float | None:
 
 def write(found: study.Study, out: pathlib.Path, seeds: Sequence[int], plan: Plan) -> str:
   """A table and a panel for each length of decoding."""
+  from matplotlib import ticker
+
   lengths = sorted({one["key"]["decode_ms"] for one in found.cells})
   figure, axes = study.new_figure(len(lengths))
   text, target = [], plan.target
@@ -206,8 +208,12 @@ def write(found: study.Study, out: pathlib.Path, seeds: Sequence[int], plan: Pla
         study.mean_and_spread([max(point[2] for point in one["timed_curve"]) for one in runs]),
         f"{statistics.fmean(one['cores_of_others'] for one in runs):.1f}"])
     axis.axhline(100 * target, color="grey", linewidth=0.8)
-    axis.set(xlabel=f"{unit} of training", ylabel="held-out accuracy, %")
+    axis.set(xlabel=f"training: {unit}", ylabel="held-out accuracy, %")
     axis.set_xscale("symlog", linthresh=1)
+    axis.set_xlim(left=0)
+    axis.xaxis.set_major_locator(ticker.FixedLocator((0, 1, 2, 5, 10, 20, 50)))
+    axis.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
+    axis.xaxis.set_minor_locator(ticker.NullLocator())
     axis.grid(alpha=0.3)
     if lines:
       axis.legend(fontsize=8)
