@@ -300,8 +300,8 @@ class Run:
     if left_out and not self._told_of_late_evaluations:
       self._told_of_late_evaluations = True
       self.progress.message(
-          f"step {step}: {_MOST_UNDER_EVALUATION} evaluations are not over yet; this one is left out, and others that find as "
-          f"many. Each holds a copy of the weights. Raise eval.every_steps={every}, or lower eval.size")
+          f"step {step}: {_MOST_UNDER_EVALUATION} evaluations are not over yet; this one is left out, and others that "
+          f"find as many. Each holds a copy of the weights. Raise eval.every_steps={every}, or lower eval.size")
     return due and not left_out
 
   def initial_weights(self) -> Weights:
