@@ -98,6 +98,7 @@ VINE = dict(
   loss__name="vineppo", loss__vine_samples=2, loss__vine_step_tokens=5, buffer__dedup=False, sample__max_new_tokens=12)
 
 
+@pytest.mark.slow
 def test_advantages_are_what_continuations_earn_and_a_resumed_run_has_them_too(tmp_path, monkeypatch):
   config = runs.short_config(
     **VINE, runtime__mode="lockstep", runtime__lag=1, train__micro_batches=2, train__steps=4, devices__searchers=1)

@@ -136,6 +136,7 @@ def test_rows_that_do_not_suffice_are_refused():
     batch_of(DRAW, pack=True, num_rows=1)
 
 
+@pytest.mark.slow
 def test_packed_run_is_the_unpacked_run(tmp_path, easy_reward):
   """Lockstep, 2 trainer devices, rows that hold two responses: the same losses, from one compiled step."""
   shared = dict(
