@@ -97,6 +97,7 @@ def test_sides_that_take_turns_are_not_called_idle(tmp_path):
   assert _told(tmp_path, _lines(50, trainer_waits=0.9, searcher_waits=1.9, staleness_mean=64.0), is_async=False) == []
 
 
+@pytest.mark.slow
 def test_a_run_warns_and_keeps_its_warnings(tmp_path, compile_once, monkeypatch, capsys):
   import runs
   from tba_jax import alarms

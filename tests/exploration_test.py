@@ -16,6 +16,7 @@ import runs
 pytestmark = pytest.mark.usefixtures("compile_once", "easy_reward")
 
 
+@pytest.mark.slow
 def test_the_trainer_hands_back_the_residual_of_every_row_it_trained_on(tmp_path, monkeypatch):
   update, draw, handed, drawn = ReplayBuffer.update_priorities, ReplayBuffer.draw, [], []
   monkeypatch.setattr(ReplayBuffer, "update_priorities", lambda self, rows, values: (

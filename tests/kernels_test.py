@@ -281,6 +281,7 @@ def sampled_by(attention: str) -> dict[int, SampledGroup]:
   return groups
 
 
+@pytest.mark.slow
 def test_the_engine_samples_with_the_kernels_what_it_samples_without(interpreted):
   """In bfloat16 the scores of either round on their own, so that a close race between two tokens may end otherwise."""
   paged, xla = sampled_by("paged"), sampled_by("xla")

@@ -422,6 +422,7 @@ def test_scoring_in_pieces_equals_scoring_at_once_and_takes_less_memory():
   assert temp(learner.make_scorer(CFG, rows_at_once=8, **options)) < 0.3 * temp(whole)
 
 
+@pytest.mark.slow
 def test_the_head_is_gathered_once_however_many_pieces_its_loop_has():
   mesh = sharding.make_mesh(jax.devices()[:4])
   batch = batch_of(make_draw([3, 4, 5, 6, 7, 2, 3, 4], [0, 0, 0, 0, 1, 1, 1, 1]), row_multiple=4)

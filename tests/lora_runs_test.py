@@ -21,6 +21,8 @@ from tba_jax.runtime.settings import StopFlag
 from tba_jax.tasks.arithmetic import ArithmeticTask
 from tests import runs
 
+pytestmark = pytest.mark.slow  # whole runs; `lora_test.py` has what they are made of
+
 LORA = dict(lora__pattern=".*", lora__rank=4, lora__alpha=6.0, model__architecture__tie_embeddings=False)
 SCALE = 1.5
 

@@ -221,6 +221,7 @@ def test_micro_batches_change_nothing():
   assert_close(found.params, expected.params, 1e-4)
 
 
+@pytest.mark.slow
 def test_sharded_equals_unsharded():
   mesh = sharding.make_mesh(jax.devices()[:4], fsdp=2, tensor=2)
   expected, metrics, *_ = trained()

@@ -152,6 +152,7 @@ def test_packed_run_is_the_unpacked_run(tmp_path, easy_reward):
       assert left[name] == pytest.approx(right[name], rel=1e-4, abs=1e-7), name
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_once_training_has_begun(tmp_path, monkeypatch, easy_reward):
   """Groups and batches of many lengths, groups of fewer rows, a reference that moves, checkpoints: all from what is
   there."""

@@ -234,6 +234,7 @@ def test_an_overflow_is_read_out_of_the_compilers_words(tmp_path):
 # --- A whole plan ---
 
 
+@pytest.mark.slow
 def test_a_plan_of_the_quickstart_on_cpu_devices(tmp_path, monkeypatch):
   config = load_config("configs/quickstart.py", "smoke")
   make = lambda: planner.make_plan(config, "cpu:8", config_name="quickstart", cache=tmp_path, most_compiled=3)

@@ -248,6 +248,7 @@ def test_victim_and_scorer_are_counted():
   assert names == set(config_schema.TASK_ARGS["redteam"])
 
 
+@pytest.mark.slow
 def test_a_short_run_measures_attacks(tmp_path, compile_once):
   config = redteam_config.get_config("smoke").unlock()
   config.sft.steps, config.train.steps, config.checkpoint.every_steps = 0, 2, 0

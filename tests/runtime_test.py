@@ -327,6 +327,7 @@ def test_stop_while_decoding_joins_all_threads_within_ten_seconds(tmp_path, monk
   assert not [t.name for t in threading.enumerate() if t.name.startswith("searcher")]
 
 
+@pytest.mark.slow
 def test_shared_prompts_sample_what_copies_sample(tmp_path):
   for name, changes in (("copies", {}), ("lanes", dict(sample__lane_samples=4))):
     config = runs.short_config(runtime__mode="lockstep", train__steps=2, log__rollouts_per_step=16, **changes)
