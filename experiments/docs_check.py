@@ -1,6 +1,7 @@
-"""Runs the commands of the README, slow ones in their smoke form: python -m experiments.docs_check [--list]
+"""Runs the commands of the README and of docs/results.md, slow ones in their smoke form:
+python -m experiments.docs_check [--list]
 
-Every command that the README shows must have a line in FORMS: how it is run here, or why it is not. Commands run one
+Every command that they show must have a line in FORMS: how it is run here, or why it is not. Commands run one
 after the other in one scratch folder, so that those that need a run find the one made before them. `make docs-check`
 does this in the environment that the tests use.
 """
@@ -19,6 +20,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 REPO = pathlib.Path(__file__).resolve().parent.parent
+PAGES = ("README.md", "docs/results.md")
 _COMMAND = re.compile(r"(?:python3?|pip|make|hf|\.) ")
 
 
@@ -50,6 +52,8 @@ FORMS = (
        "--compile=1 --out={dir}/plans --cache={dir}/plan_cache", "a slice of TPUs needs libtpu, 684 MB"),
   Form(r"python experiments/async_speedup\.py --out \S+",
        "python experiments/async_speedup.py --quick --seeds=0 --out {dir}/async_speedup", "20 minutes"),
+  Form(r"python experiments/(bench_\w+|checkpoint_stall|soak)\.py --out \S+", "python experiments/\\1.py --help",
+       "minutes of a quiet core, some beside rivals in environments of their own"),
   Form(r"python experiments/cluster_bench\.py (\w+) --out \S+", "python experiments/cluster_bench.py \\1 --help",
        "it needs Ray and two cores for minutes"),
   Form(r"python -m experiments\.(\w+)", "python -m experiments.\\1 --help", "hours; the studies have tests of their own"),
@@ -67,6 +71,11 @@ def commands_of(markdown: str) -> list[str]:
   found = [line.strip() for line in re.findall(r"^(?: {4}|\t)(\S.*)$", markdown, re.MULTILINE)]
   found += re.findall(r"`([^`\n]+)`", markdown)
   return list(dict.fromkeys(text for text in found if _COMMAND.match(text) and "…" not in text and "..." not in text))
+
+
+def commands() -> list[str]:
+  """Those of all pages that are checked, in their order, each once."""
+  return list(dict.fromkeys(found for page in PAGES for found in commands_of((REPO / page).read_text(encoding="utf-8"))))
 
 
 def form_of(command: str) -> Form | None:
@@ -88,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   args = parser.parse_args(argv)
   failed, done = 0, set()
   with tempfile.TemporaryDirectory() as scratch:
-    for command in commands_of((REPO / "README.md").read_text(encoding="utf-8")):
+    for command in commands():
       form = form_of(command)
       if form is None:
         print(f"FAILED  {command}\n        has no line in FORMS of experiments/docs_check.py; add one")

@@ -1,4 +1,4 @@
-"""Every command that the README shows is run by `make docs-check`, in some form."""
+"""Every command that the README and docs/results.md show is run by `make docs-check`, in some form."""
 
 import math
 import pathlib
@@ -16,14 +16,14 @@ from tba_jax import config_rules
 REPO = pathlib.Path(__file__).resolve().parent.parent
 
 
-def test_every_command_of_the_readme_has_a_form():
-  commands = docs_check.commands_of((REPO / "README.md").read_text())
+def test_every_command_of_the_pages_has_a_form():
+  commands = docs_check.commands()
   assert len(commands) >= 15
   without = [command for command in commands if docs_check.form_of(command) is None]
   assert without == [], "say in FORMS of experiments/docs_check.py how it is run, or why it is not"
   used = {docs_check.form_of(command) for command in commands}
   unused = [form.pattern for form in docs_check.FORMS if form not in used and not form.pattern.startswith("hf")]
-  assert unused == [], "no command of the README has this form any more"
+  assert unused == [], "no command has this form any more"
   assert all(form.run or form.because for form in docs_check.FORMS)
 
 
