@@ -42,13 +42,16 @@ def _same_weights(a, b):
     np.testing.assert_array_equal(x, y)
 
 
-def _stop_after_step(monkeypatch, stop, step):
-  """Asks the run to stop as soon as `step` steps are logged."""
+def _stop_after_step(monkeypatch, stop, step, once=lambda: True):
+  """Asks the run to stop as soon as `step` steps are logged and `once()` is true; the trainer is held until then."""
   write = metrics.MetricsWriter.write
 
   def watched(self, at, scalars):
     write(self, at, scalars)
     if "loss" in scalars and at == step:
+      give_up = time.monotonic() + 60
+      while not once() and time.monotonic() < give_up:
+        time.sleep(0.01)
       stop.set("the test")
 
   monkeypatch.setattr(metrics.MetricsWriter, "write", watched)
@@ -219,7 +222,7 @@ def test_an_evaluation_under_way_at_a_stop_is_made_by_the_resumed_run_at_its_own
   monkeypatch.setattr(Run, "evaluate", watched)
   with monkeypatch.context() as patch:
     stop = StopFlag()
-    _stop_after_step(patch, stop, 7)
+    _stop_after_step(patch, stop, 7, once=lambda: given)
     assert runs.run(config, tmp_path / "run", stop) == 0
   assert len(given) == 1 and _evaluated_steps(tmp_path / "run") == {0, 2}
   with open(tmp_path / "run" / "metrics.jsonl", "a") as file:  # as a kill leaves it after this evaluation

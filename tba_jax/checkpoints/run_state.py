@@ -317,10 +317,20 @@ class RunState:
   def _read_meta(self, step: int) -> dict[str, Any]:
     return self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
 
-  def drop_steps_after(self, step: int) -> None:
-    """Removes steps newer than the one resumed from, which could not be read."""
+  def set_aside_steps_after(self, step: int) -> None:
+    """Moves steps newer than the one resumed from, which could not be read, to `unreadable_checkpoints/` of the workdir.
+
+    What kept them from being read may pass (a disk that comes back, another version of this program), and their weights
+    can then be exported; rows of their buffers go as those of any checkpoint that is no longer kept.
+    """
     for newer in [s for s in self._manager.all_steps() if s > step]:
-      self._manager.delete(newer)
+      aside = self.workdir / "unreadable_checkpoints"
+      aside.mkdir(exist_ok=True)
+      times = sum(path.name.split(".")[0] == str(newer) for path in aside.iterdir())
+      to = aside / (f"{newer}.{times}" if times else str(newer))
+      os.replace(pathlib.Path(self._manager.directory) / str(newer), to)
+      logging.warning("checkpoint of step %d, which could not be read, is kept as %s", newer, to)
+    self._manager.reload()
 
   def mark_best(self, step: int) -> None:
     """From now on the checkpoint of `step` outlives the retention of the newest."""

@@ -418,7 +418,7 @@ class Run:
 
   def resume(self, snapshot: Snapshot) -> None:
     """Goes on from a checkpoint."""
-    self.run_state.drop_steps_after(snapshot.step)
+    self.run_state.set_aside_steps_after(snapshot.step)
     self.trainer.restore(snapshot.train_state)
     meta = snapshot.meta
     self.exchange.load_state_dict(snapshot.buffer, meta["exchange"], version=self.trainer.version)
