@@ -35,12 +35,13 @@ from ml_collections import config_flags
 from tba_jax import config as config_lib
 from tba_jax import config_schema
 from tba_jax import host_memory
+from tba_jax.runtime import supervise
 
 if TYPE_CHECKING:
   from tba_jax.runtime.world import World
 
 BAD_INPUT = 2
-_OWN_FLAGS = ("config", "workdir", "dry_run", "print_config", "coordinator", "num_processes", "process_id")
+_OWN_FLAGS = ("config", "workdir", "dry_run", "print_config", "coordinator", "num_processes", "process_id", "restarts")
 
 # What the config's flag takes its keys from; parse_flags fills it.
 _ARGV: list[str] = []
@@ -56,6 +57,9 @@ _COORDINATOR = flags.DEFINE_string(
   "Slurm says. Empty: this process alone.")
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", 0, "With --coordinator=HOST:PORT: processes of the trainer.")
 _PROCESS_ID = flags.DEFINE_integer("process_id", -1, "With --coordinator=HOST:PORT: which of them this is, from 0.")
+_RESTARTS = flags.DEFINE_integer(
+  "restarts", None, f"A trainer's process that is killed is started again from the last checkpoint, so often in a row "
+  f"without a newer one. By default {supervise.RESTARTS} with runtime.backend=ray or --coordinator, else 0.", lower_bound=0)
 
 
 def fail(problems: Sequence[str]) -> NoReturn:
@@ -314,7 +318,7 @@ def _of_environment() -> _Processes:
   return found if found.number > 1 else _Processes()
 
 
-def _meet(config: Any, processes: _Processes) -> World:
+def _meet(config: Any, processes: _Processes, *, is_supervised: bool) -> World:
   """The processes of the trainer, with jax.distributed among them. Raises: ConfigError if they do not come together."""
   import jax
 
@@ -327,7 +331,8 @@ def _meet(config: Any, processes: _Processes) -> World:
   try:
     world = world_lib.meet(
       processes.address, num_processes=processes.number, process_id=processes.own_id,
-      identity=config_lib.to_json(config), command=command, say=lambda text: print(text, file=sys.stderr, flush=True))
+      identity=config_lib.to_json(config), command=command, say=lambda text: print(text, file=sys.stderr, flush=True),
+      lost_code=supervise.GONE if is_supervised else world_lib.FAULT)
   except world_lib.CannotMeet as error:
     raise config_lib.ConfigError([str(error)]) from None
   jax.distributed.initialize(
@@ -338,6 +343,13 @@ def _meet(config: Any, processes: _Processes) -> World:
     raise config_lib.ConfigError([f"--process_id={processes.own_id} is number {jax.process_index()} by its devices; give "
                                   "it that one, or all --coordinator=auto"])
   return world
+
+
+def _num_restarts(config: Any) -> int:
+  """Of --restarts."""
+  if _RESTARTS.value is not None:
+    return _RESTARTS.value
+  return supervise.RESTARTS if config.runtime.backend == "ray" or _COORDINATOR.value else 0
 
 
 def _dry_run(config: Any) -> None:
@@ -360,11 +372,16 @@ def main(argv: Sequence[str]) -> int:
   if _PRINT_CONFIG.value:
     print(config_lib.to_json(config), end="")
     return 0
+  is_child, restarts = supervise.is_child(), _num_restarts(config)
+  if restarts and not is_child and not _DRY_RUN.value:
+    return supervise.supervise(
+      [sys.executable, "-m", "tba_jax.main", *sys.argv[1:]], workdir=pathlib.Path(workdir).expanduser(),
+      restarts=restarts, say=lambda text: print(text, file=sys.stderr, flush=True))
   logging.set_verbosity(logging.WARNING)  # jax reports every kind of device that it does not find
   try:
     processes = _processes(config.runtime.backend)
     set_up_jax(config.devices, backend=config.runtime.backend, num_processes=processes.number)
-    world = _meet(config, processes) if processes.address else None
+    world = _meet(config, processes, is_supervised=is_child) if processes.address else None
     return _run(config, workdir, None) if world is None else _run_together(config, workdir, world)
   except config_lib.ConfigError as error:
     fail(error.problems)

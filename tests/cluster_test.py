@@ -37,6 +37,10 @@ class Process:
                *SMALL, *flags]
     self._process = subprocess.Popen(command, cwd=REPO, env=env, stderr=self._log.open("w"), stdout=subprocess.DEVNULL)
 
+  @property
+  def pid(self) -> int:
+    return self._process.pid
+
   def log(self) -> str:
     return self._log.read_text()
 
@@ -80,6 +84,26 @@ def test_lockstep_on_ray_is_the_local_run_bit_for_bit(tmp_path):
   remote = Process(tmp_path / "ray", *lockstep, "--config.runtime.backend=ray")
   assert remote.end() == 0, remote.log()
   assert runs.untimed(tmp_path / "ray") == runs.untimed(tmp_path / "local")
+
+
+def test_a_trainer_that_is_killed_comes_again_and_the_run_goes_on_by_itself_to_the_same_weights(tmp_path):
+  lockstep = ("--config.runtime.mode=lockstep", "--config.runtime.lag=1", "--config.sync.every_steps=1",
+              "--config.buffer.dedup=False", "--config.train.steps=14", "--config.checkpoint.every_steps=2")
+  run = Process(tmp_path / "ray", *lockstep, "--config.runtime.backend=ray")
+  for step in (5, 10):
+    run.wait_for(lambda: run.step() >= step)
+    actors, killed = set(_actors()), time.monotonic()
+    os.kill(runs.child_of(run.pid), signal.SIGKILL)
+    run.wait_for(lambda: not actors & set(_actors()))
+    print(f"searchers of the killed trainer were gone after {time.monotonic() - killed:.1f} s")
+    run.wait_for(lambda: run.log().count("resumed at step") == (1 if step == 5 else 2))
+    print(f"resumed after {time.monotonic() - killed:.1f} s")
+  assert run.end() == 0, run.log()
+  assert run.log().count("was killed by SIGKILL") == 2
+  whole = Process(tmp_path / "local", *lockstep)
+  assert whole.end() == 0, whole.log()
+  assert runs.untimed(tmp_path / "ray") == runs.untimed(tmp_path / "local")
+  runs.assert_same_weights(tmp_path / "ray", tmp_path / "local")
 
 
 def test_a_trainer_of_two_processes_has_its_searchers_on_ray(tmp_path):

@@ -6,6 +6,10 @@ from __future__ import annotations
 import json
 import pathlib
 
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
 from configs import quickstart
 from tba_jax import config as config_lib
 from tba_jax import train
@@ -60,3 +64,23 @@ def untimed(workdir):
 
 def results(workdir):
   return json.loads((pathlib.Path(workdir) / "results.json").read_text())
+
+
+def child_of(pid: int) -> int:
+  """The process that a supervisor started last."""
+  (child,) = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+  return int(child)
+
+
+def assert_same_weights(one, other) -> None:
+  """The newest checkpoints hold the same train states, to the bit."""
+  found = []
+  for workdir in (one, other):
+    steps = [path for path in (pathlib.Path(workdir) / "checkpoints").iterdir() if path.name.isdecimal()]
+    newest = max(steps, key=lambda path: int(path.name))
+    found.append((newest.name, ocp.PyTreeCheckpointer().restore((newest / "train").resolve())))
+  assert found[0][0] == found[1][0]
+  leaves, others = (jax.tree_util.tree_leaves_with_path(tree) for _, tree in found)
+  assert len(leaves) == len(others) > 10
+  for (path, leaf), (other_path, other_leaf) in zip(leaves, others, strict=True):
+    assert path == other_path and np.asarray(leaf).tobytes() == np.asarray(other_leaf).tobytes(), path

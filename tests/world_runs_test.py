@@ -99,7 +99,7 @@ def test_a_follower_that_is_told_to_stop_stops_the_run_which_goes_on_from_its_ch
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_process_that_is_gone_ends_the_others_within_seconds(tmp_path, victim, by):
-  flags = ("--config.sft.steps=0", "--config.sample.truncated=score", "--config.train.steps=100000")
+  flags = ("--config.sft.steps=0", "--config.sample.truncated=score", "--config.train.steps=100000", "--restarts=0")
   run = Processes(tmp_path / "run", *flags)
   run.wait_for_step(3)
   run.started[victim].send_signal(by)
@@ -113,6 +113,22 @@ def test_a_process_that_is_gone_ends_the_others_within_seconds(tmp_path, victim,
   assert code in ((1,) if victim == 1 else (1, -signal.SIGABRT))  # jax, too, ends those whose coordinator is gone
   if code == 1:
     assert f"error: process {victim} of the trainer's 2 is gone" in run.log(1 - victim)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_is_killed_comes_again_and_the_run_goes_on_by_itself_to_the_same_weights(tmp_path, victim):
+  flags = ("--config.sft.steps=0", "--config.sample.truncated=score", "--config.train.steps=14",
+           "--config.runtime.mode=lockstep", "--config.checkpoint.every_steps=2")
+  run = Processes(tmp_path / "run", *flags)
+  run.wait_for_step(5)
+  os.kill(runs.child_of(run.started[victim].pid), signal.SIGKILL)
+  assert run.codes() == [0, 0], run.log(0) + run.log(1)
+  assert "was killed by SIGKILL" in run.log(victim) and "it is started again from" in run.log(1 - victim)
+  assert "resumed at step" in run.log(0)
+  whole = Processes(tmp_path / "whole", *flags)
+  assert whole.codes() == [0, 0], whole.log(0) + whole.log(1)
+  assert runs.untimed(tmp_path / "run") == runs.untimed(tmp_path / "whole")
+  runs.assert_same_weights(tmp_path / "run", tmp_path / "whole")
 
 
 def test_what_cannot_be_is_refused_in_every_process_within_half_a_minute(tmp_path):

@@ -99,14 +99,15 @@ class World:
     process_id, num_processes: of this one, and of all.
     jax_address: for `jax.distributed`.
     say: prints a line for the user.
+    lost_code: that this process ends with where another is gone.
     end: ends this process.
   """
 
   def __init__(self, links: Mapping[int, Link], *, process_id: int, num_processes: int, jax_address: str,
-               say: Callable[[str], None], end: Callable[[int], Any] = os._exit):
+               say: Callable[[str], None], lost_code: int = FAULT, end: Callable[[int], Any] = os._exit):
     self.process_id, self.num_processes, self.jax_address = process_id, num_processes, jax_address
     self.stop: StopFlag | None = None  # of a follower: it is told to the head; of the head: a follower's is set there
-    self._links, self._say, self._end = dict(links), say, end
+    self._links, self._say, self._lost_code, self._end = dict(links), say, lost_code, end
     self._orders: queue.SimpleQueue[Message] = queue.SimpleQueue()
     self._numbers = itertools.count()
     self._changed = threading.Condition()
@@ -217,7 +218,7 @@ class World:
       if self.stop is not None:
         self.stop.set(f"{message.fields['reason']} of process {number}")
     elif message.kind == "failed":
-      self._lost(number, message.fields["text"])
+      self._lost(number, message.fields["text"], code=FAULT)
     else:
       with self._changed:
         if message.kind == "goodbye":
@@ -244,17 +245,17 @@ class World:
         self._told_stop = True
         self.send(0, "stop", {"reason": self.stop.reason})
 
-  def _lost(self, number: int, reason: str) -> None:
+  def _lost(self, number: int, reason: str, *, code: int | None = None) -> None:
     """A process is gone: no step can end, nor can a checkpoint be taken, and whoever waits for a device hears no
     exception."""
     self._say(f"error: process {number} of the trainer's {self.num_processes} is gone ({reason.strip()}); process "
               f"{self.process_id} ends too, without a checkpoint of this moment, and the same commands resume from the "
               "last one")
-    self._end(FAULT)
+    self._end(self._lost_code if code is None else code)
 
 
 def meet(address: str, *, num_processes: int, process_id: int, identity: str, command: Callable[[int], str],
-         say: Callable[[str], None], secs: float = MEET_SECS) -> World:
+         say: Callable[[str], None], secs: float = MEET_SECS, lost_code: int = FAULT) -> World:
   """Waits until all processes are there.
 
   Args:
@@ -262,11 +263,12 @@ def meet(address: str, *, num_processes: int, process_id: int, identity: str, co
     identity: what must be equal in all, as the config's JSON.
     command: what a process is started with, by its id; for messages.
     say: prints a line for the user.
+    lost_code: see `World`.
   Raises: CannotMeet, in each process that is there.
   """
   host, _, port = address.rpartition(":")
   hello = {"process_id": process_id, "num_processes": num_processes, "identity": identity}
-  shared = dict(process_id=process_id, num_processes=num_processes, say=say)
+  shared = dict(process_id=process_id, num_processes=num_processes, say=say, lost_code=lost_code)
   if process_id == 0:
     links, jax_address = _welcome(host, int(port), hello, command, secs)
     return World(links, jax_address=jax_address, **shared)
