@@ -41,7 +41,8 @@ if TYPE_CHECKING:
   from tba_jax.runtime.world import World
 
 BAD_INPUT = 2
-_OWN_FLAGS = ("config", "workdir", "dry_run", "print_config", "coordinator", "num_processes", "process_id", "restarts")
+_OWN_FLAGS = ("config", "workdir", "dry_run", "print_config", "coordinator", "num_processes", "process_id", "restarts",
+              "trainer_slice")
 
 # What the config's flag takes its keys from; parse_flags fills it.
 _ARGV: list[str] = []
@@ -57,6 +58,9 @@ _COORDINATOR = flags.DEFINE_string(
   "Slurm says. Empty: this process alone.")
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", 0, "With --coordinator=HOST:PORT: processes of the trainer.")
 _PROCESS_ID = flags.DEFINE_integer("process_id", -1, "With --coordinator=HOST:PORT: which of them this is, from 0.")
+_SLICE = flags.DEFINE_string(
+  "trainer_slice", "", "KIND:TOPOLOGY of a TPU slice of the Ray cluster, as v6e:4x4: Ray reserves one and the trainer's "
+  "processes are started on its hosts. Empty: here.")
 _RESTARTS = flags.DEFINE_integer(
   "restarts", None, f"A trainer's process that is killed is started again from the last checkpoint, so often in a row "
   f"without a newer one. By default {supervise.RESTARTS} with runtime.backend=ray or --coordinator, else 0.", lower_bound=0)
@@ -175,7 +179,7 @@ def parse_flags(
     if needs_workdir and not _WORKDIR.value and not (_PRINT_CONFIG.value or _DRY_RUN.value):
       problems.append("--workdir is missing; give a folder for the run's files, for example --workdir=runs/quickstart")
     if "coordinator" in own:
-      problems += _wrong_processes()
+      problems += [*_wrong_processes(), *_wrong_slice()]
   if problems:
     fail(problems)
   return rest
@@ -267,6 +271,22 @@ def _wrong_processes() -> Iterator[str]:
     yield f"--process_id={own_id} must be from 0 to {number - 1}, another for each process"
 
 
+def _wrong_slice() -> Iterator[str]:
+  """What does not fit to a slice of Ray's."""
+  from tba_jax.runtime import on_slice
+
+  runtime = _CONFIG.value.runtime
+  try:
+    on_slice.parse(_SLICE.value or "v6e:4x4")
+  except ValueError as error:
+    yield f"--trainer_slice={error}"
+  if _SLICE.value and (runtime.backend != "ray" or not runtime.ray_address):
+    yield (f"--trainer_slice={_SLICE.value} is reserved in a Ray cluster; give --config.runtime.backend=ray "
+           "--config.runtime.ray_address=auto, too")
+  if _SLICE.value and _COORDINATOR.value:
+    yield f"--trainer_slice={_SLICE.value} starts the processes itself; leave out --coordinator={_COORDINATOR.value}"
+
+
 def _processes(backend: str) -> _Processes:
   """What the flags say of them. Raises: ConfigError if the environment is to say it and does not, or if this process
   would wait alone for the other hosts of a slice."""
@@ -331,7 +351,7 @@ def _meet(config: Any, processes: _Processes, *, is_supervised: bool) -> World:
   try:
     world = world_lib.meet(
       processes.address, num_processes=processes.number, process_id=processes.own_id,
-      identity=config_lib.to_json(config), command=command, say=lambda text: print(text, file=sys.stderr, flush=True),
+      identity=config_lib.to_json(config), command=command, say=_say,
       lost_code=supervise.GONE if is_supervised else world_lib.FAULT)
   except world_lib.CannotMeet as error:
     raise config_lib.ConfigError([str(error)]) from None
@@ -350,6 +370,33 @@ def _num_restarts(config: Any) -> int:
   if _RESTARTS.value is not None:
     return _RESTARTS.value
   return supervise.RESTARTS if config.runtime.backend == "ray" or _COORDINATOR.value else 0
+
+
+def _folder(workdir: str) -> pathlib.Path:
+  return pathlib.Path(workdir).expanduser()
+
+
+def _say(text: str) -> None:
+  print(text, file=sys.stderr, flush=True)
+
+
+def _on_slice(config: Any, workdir: str, restarts: int) -> int:
+  """The trainer's processes on a slice that Ray reserves; a dry run says which those would be."""
+  from tba_jax.runtime import on_slice
+
+  try:
+    asked = on_slice.parse(_SLICE.value)
+    number, resources = on_slice.bundles(asked)
+    if _DRY_RUN.value:
+      print(f"trainer: a slice {asked}, {number} processes, one a host with {resources}")
+      for i in range(number):
+        print("  python", *on_slice.command(sys.argv[1:], address="HOST0:PORT", num_processes=number, process_id=i))
+      return 0
+    with on_slice.reserved(asked, ray_address=config.runtime.ray_address, arguments=sys.argv[1:],
+                           workdir=_folder(workdir).absolute(), say=_say) as job:
+      return supervise.supervise(job, restarts=restarts, say=_say)
+  except ValueError as error:
+    fail([f"--trainer_slice={_SLICE.value}: {error}"])
 
 
 def _dry_run(config: Any) -> None:
@@ -373,10 +420,11 @@ def main(argv: Sequence[str]) -> int:
     print(config_lib.to_json(config), end="")
     return 0
   is_child, restarts = supervise.is_child(), _num_restarts(config)
+  if _SLICE.value:
+    return _on_slice(config, workdir, restarts)
   if restarts and not is_child and not _DRY_RUN.value:
-    return supervise.supervise(
-      [sys.executable, "-m", "tba_jax.main", *sys.argv[1:]], workdir=pathlib.Path(workdir).expanduser(),
-      restarts=restarts, say=lambda text: print(text, file=sys.stderr, flush=True))
+    job = supervise.Child([sys.executable, "-m", "tba_jax.main", *sys.argv[1:]], workdir=_folder(workdir))
+    return supervise.supervise(job, restarts=restarts, say=_say)
   logging.set_verbosity(logging.WARNING)  # jax reports every kind of device that it does not find
   try:
     processes = _processes(config.runtime.backend)

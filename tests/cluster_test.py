@@ -3,6 +3,7 @@ that is killed, a node that joins and leaves."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
@@ -156,5 +157,46 @@ def test_a_node_joins_and_leaves_while_the_run_goes_on(tmp_path):
     run._process.send_signal(signal.SIGTERM)
     assert run.end() == 0, run.log()
     assert "the same command resumes from" in run.log()
+  finally:
+    cluster.shutdown()
+
+
+def _process_of(workdir, process_id: int) -> int:
+  """A process of the trainer on a slice."""
+  for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+    with contextlib.suppress(OSError):
+      arguments = path.read_bytes().decode(errors="replace").split("\0")
+      if f"--workdir={workdir}" in arguments and f"--process_id={process_id}" in arguments:
+        return int(path.parent.name)
+  raise AssertionError("there is none")
+
+
+def test_a_trainer_on_a_slice_of_the_cluster_goes_on_when_one_of_its_processes_is_killed(tmp_path):
+  from ray._private.accelerators.tpu import infer_tpu_pod_type_from_topology
+  from ray.cluster_utils import Cluster
+
+  pod = infer_tpu_pod_type_from_topology("2x2x2", "TPU-V5P")
+  cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+  try:
+    for worker_id in ("1", "0"):  # the first node of the slice is its second host
+      head = {f"TPU-{pod}-head": 1} if worker_id == "0" else {}
+      cluster.add_node(num_cpus=1, resources={"TPU": 4, **head}, env_vars={"TPU_NAME": "one"}, labels={
+          "ray.io/tpu-slice-name": "one", "ray.io/tpu-worker-id": worker_id, "ray.io/tpu-pod-type": pod})
+    flags = ("--config.runtime.mode=lockstep", "--config.runtime.lag=1", "--config.sync.every_steps=1",
+             "--config.buffer.dedup=False", "--config.devices.trainer=2", "--config.devices.searchers=1",
+             "--config.train.steps=4000", "--config.checkpoint.every_steps=2")
+    run = Process(tmp_path / "run", *flags, "--config.runtime.backend=ray", "--trainer_slice=v5p:2x2x2",
+                  f"--config.runtime.ray_address={cluster.address}")
+    run.wait_for(lambda: run.step() >= 4)
+    os.kill(_process_of(tmp_path / "run", 1), signal.SIGKILL)
+    run.wait_for(lambda: "resumed at step" in run.log())
+    step = run.step()
+    run.wait_for(lambda: run.step() > step + 5)
+    os.kill(run.pid, signal.SIGTERM)
+    assert run.end() == 0, run.log()
+    assert "one of the trainer's 2 processes on the slice was killed by SIGKILL" in run.log()
+    assert "by SIGTERM; the same command resumes from" in run.log()
+    steps = [line["step"] for line in runs.lines(tmp_path / "run") if "loss" in line]
+    assert steps == list(range(1, len(steps) + 1))
   finally:
     cluster.shutdown()

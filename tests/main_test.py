@@ -84,6 +84,12 @@ QUICKSTART, WORKDIR = "--config=configs/quickstart.py", "--workdir=never_made"
     "--num_processes=1 must be at least 2 with --coordinator; leave both out for a trainer of one process"]),
   ([QUICKSTART, WORKDIR, "--coordinator=head:99", "--num_processes=4", "--process_id=4"],
    ["--process_id=4 must be from 0 to 3, another for each process"]),
+  ([QUICKSTART, WORKDIR, "--restarts=-1"], ["--restarts=-1: -1 is not a non-negative integer"]),
+  ([QUICKSTART, WORKDIR, "--trainer_slice=v6e16", "--coordinator=auto"],
+   ["--trainer_slice=v6e16 must be KIND:TOPOLOGY, for example v6e:4x4 or v5p:2x2x2",
+    "--trainer_slice=v6e16 is reserved in a Ray cluster; give --config.runtime.backend=ray "
+    "--config.runtime.ray_address=auto, too",
+    "--trainer_slice=v6e16 starts the processes itself; leave out --coordinator=auto"]),
   ([QUICKSTART, WORKDIR, "--config.train.steps"], ["Missing value for flag --config.train.steps"]),
 ])
 def test_bad_flags_are_all_named_in_one_go_without_jax(arguments, lines, tmp_path):

@@ -19,8 +19,8 @@ import pathlib, sys
 from tba_jax.runtime import supervise
 supervise._PAUSE_SECS = 0.01
 folder = pathlib.Path(sys.argv[1])
-code = supervise.supervise([sys.executable, str(folder / "child.py"), str(folder)], workdir=folder,
-                           restarts=int(sys.argv[2]), say=lambda text: print(text, file=sys.stderr, flush=True))
+child = supervise.Child([sys.executable, str(folder / "child.py"), str(folder)], workdir=folder)
+code = supervise.supervise(child, restarts=int(sys.argv[2]), say=lambda text: print(text, file=sys.stderr, flush=True))
 assert "jax" not in sys.modules
 sys.exit(code)
 """

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from tba_jax.runtime.host import Report, SearcherHost, SentWeights
+from tba_jax.runtime.on_slice import SEATED
 from tba_jax.runtime.remote import HostDied
 
 _POLL_SECS = 0.1
@@ -96,7 +97,7 @@ def joined(address: str, *, platform: str, trainer_devices: int) -> Iterator[Non
     signal.signal(number, handler)
   seat = None
   try:
-    if platform != "cpu":
+    if platform != "cpu" and SEATED not in os.environ:
       strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
           ray.get_runtime_context().get_node_id(), soft=False)
       taken = {**resources(platform, trainer_devices), "num_cpus": 0}

@@ -14,17 +14,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 DONE, FAULT, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 GONE = 75  # of a supervised process: another of the trainer's is gone, this one would go on with it
 RESTARTS = 3  # in a row without a newer checkpoint
 
+Checkpoint = tuple[int, str]  # after so many steps, "training" or "fine-tuning"
+
 _PARENT = "TBA_JAX_SUPERVISOR"
 _PR_SET_PDEATHSIG = 1  # of Linux's sys/prctl.h
 _PAUSE_SECS = 1.0  # before a start, times the attempts in a row
 _LONG_SECS = 300.0  # a start that lived so long has got somewhere, where no checkpoint is seen
-_PASSED_ON = (signal.SIGTERM, signal.SIGINT)
 
 
 def is_child() -> bool:
@@ -40,29 +42,44 @@ def is_child() -> bool:
   return True
 
 
-def supervise(command: Sequence[str], *, workdir: pathlib.Path, restarts: int, say: Callable[[str], None]) -> int:
-  """Starts the command, again where it was killed, and returns its last exit code.
+class Job(Protocol):
+  """The trainer's process, or processes, that can be started again and again."""
+
+  def run(self) -> int:
+    """Starts it and returns its exit code, negative: the signal that killed it."""
+
+  def send(self, number: int) -> None:
+    """Gives it a signal, if it runs; called in a signal handler."""
+
+  def describe(self) -> str:
+    """Which process was started last, for messages."""
+
+  def checkpoints(self) -> set[Checkpoint]:
+    """Those that its workdir has."""
+
+
+def supervise(job: Job, *, restarts: int, say: Callable[[str], None]) -> int:
+  """Starts the job, again where it was killed, and returns its last exit code.
 
   Args:
-    workdir: whose checkpoints say whether a start got anywhere.
     restarts: at most so many in a row without a newer checkpoint.
     say: prints a line for the user.
   """
-  seen, in_row, is_first = _checkpoints(workdir), 0, True
-  with _Child(command) as child:
+  seen, in_row, is_first = job.checkpoints(), 0, True
+  with _Signals(job) as signals:
     while True:
-      began = time.monotonic()
-      code = child.run()
-      if code is None:
-        say("stopped before the trainer's process was started again; the same command resumes")
+      if signals.stopped_by is not None:
+        say("stopped before the trainer was started again; the same command resumes")
         return DONE
-      if child.is_stopped or not _was_killed(code, is_first=is_first):
+      began = time.monotonic()
+      code = job.run()
+      if signals.stopped_by is not None or not _was_killed(code, is_first=is_first):
         return _own_code(code)
-      lived, found = time.monotonic() - began, _checkpoints(workdir)
+      lived, found = time.monotonic() - began, job.checkpoints()
       if found - seen or (not found and lived > _LONG_SECS):
         in_row = 0
       seen, is_first = seen | found, False
-      what, last = f"the trainer's process {child.pid} {_end(code)} after {lived:.0f} s", _newest(found)
+      what, last = f"{job.describe()} {_end(code)} after {lived:.0f} s", _newest(found)
       if in_row == restarts:
         say(f"error: {what}; {in_row} restart{'s' * (in_row != 1)} in a row brought no checkpoint newer than {last}, so "
             "it is not started again (--restarts). If the kernel killed it for memory, dmesg says so: lower sample.slots, "
@@ -84,23 +101,14 @@ def resume_command() -> str:
   return " ".join(["python -m tba_jax.main", *sys.argv[1:]])
 
 
-class _Child:
-  """The process, started again and again; what asks this one to stop reaches it."""
+class _Signals:
+  """While it is entered, signals that ask this process to stop or to pause reach the job."""
 
-  def __init__(self, command: Sequence[str]):
-    self._command = list(command)
-    self._process: subprocess.Popen | None = None
-    self._stopped_by: int | None = None
+  def __init__(self, job: Job):
+    self._job = job
+    self.stopped_by: int | None = None
 
-  @property
-  def pid(self) -> int:
-    return self._process.pid
-
-  @property
-  def is_stopped(self) -> bool:
-    return self._stopped_by is not None
-
-  def __enter__(self) -> _Child:
+  def __enter__(self) -> _Signals:
     self._before = {number: signal.signal(number, self._stop) for number in (signal.SIGTERM, signal.SIGINT)}
     self._before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._suspend)
     return self
@@ -109,38 +117,61 @@ class _Child:
     for number, handler in self._before.items():
       signal.signal(number, handler)
 
-  def run(self) -> int | None:
-    """Starts it and returns its exit code, negative: the signal that killed it. None if a stop was asked for before."""
-    if self.is_stopped:
-      return None
-    # In a group of its own: Ctrl-C would come from the terminal and from here, and twice means at once.
-    self._process = subprocess.Popen(self._command, env={**os.environ, _PARENT: str(os.getpid())}, process_group=0)
-    if self._stopped_by is not None:  # while it was being started
-      self._process.send_signal(self._stopped_by)
-    return self._process.wait()
-
   def _stop(self, number: int, frame: object) -> None:
     del frame
-    self._stopped_by = number
-    if self._process is not None:
-      self._process.send_signal(number)
+    self.stopped_by = number
+    self._job.send(number)
 
   def _suspend(self, number: int, frame: object) -> None:
     del number, frame
-    for step in (signal.SIGSTOP, signal.SIGCONT):
-      if self._process is not None:
-        self._process.send_signal(step)
-      if step == signal.SIGSTOP:
-        os.kill(os.getpid(), step)
+    self._job.send(signal.SIGSTOP)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    self._job.send(signal.SIGCONT)
 
 
-def _checkpoints(workdir: pathlib.Path) -> set[tuple[int, str]]:
-  """Those that are whole, others have longer names: steps, and what of."""
+class Child:
+  """A job of one process of this machine.
+
+  Args:
+    command: with what it is started.
+    workdir: of its checkpoints.
+    environment: of the process, this one's by default.
+  """
+
+  def __init__(self, command: Sequence[str], *, workdir: pathlib.Path, environment: Mapping[str, str] | None = None):
+    self._command, self._workdir, self._environment = list(command), workdir, environment
+    self._process: subprocess.Popen | None = None
+    self._early: int | None = None  # a signal that came while it was being started
+
+  def run(self) -> int:
+    environment = {**(os.environ if self._environment is None else self._environment), _PARENT: str(os.getpid())}
+    # In a group of its own: Ctrl-C would come from the terminal and from here, and twice means at once.
+    self._process, self._early = None, None
+    self._process = subprocess.Popen(self._command, env=environment, process_group=0)
+    if self._early is not None:
+      self._process.send_signal(self._early)
+    return self._process.wait()
+
+  def send(self, number: int) -> None:
+    if self._process is None:
+      self._early = number
+    else:
+      self._process.send_signal(number)
+
+  def describe(self) -> str:
+    return f"the trainer's process {self._process.pid}"
+
+  def checkpoints(self) -> set[Checkpoint]:
+    return checkpoints_in(self._workdir)
+
+
+def checkpoints_in(workdir: pathlib.Path) -> set[Checkpoint]:
+  """Those that are whole: others have longer names."""
   return {(int(path.name), kind) for kind, folder in (("training", "."), ("fine-tuning", "fine_tuning"))
           for path in (workdir / folder / "checkpoints").glob("*") if path.name.isdecimal()}
 
 
-def _newest(found: set[tuple[int, str]]) -> str:
+def _newest(found: set[Checkpoint]) -> str:
   trained = [step for step, kind in found if kind == "training"]
   return (f"step {max(trained)}" if trained else f"step {max(found)[0]} of the fine-tuning" if found else
           "the beginning")
