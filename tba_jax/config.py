@@ -261,14 +261,15 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
           if old.get(name, absent) != new.get(name, absent)]
 
 
-def check_workdir(workdir: str, config: Mapping[str, Any]) -> None:
+def check_workdir(workdir: str, config: Mapping[str, Any], *, folder: pathlib.Path | None = None) -> None:
   """Refuses a folder that belongs to another config. A folder without config.json is free to use.
 
+  `folder`: where the workdir's files are on this machine, if it is in a bucket.
   Raises:
     ConfigError: workdir is a file, its config.json cannot be read or is missing beside checkpoints, or it differs in
       more than FREE_ON_RESUME.
   """
-  folder = pathlib.Path(workdir).expanduser()
+  folder = folder or pathlib.Path(workdir).expanduser()
   if folder.exists() and not folder.is_dir():
     raise ConfigError([f"workdir={workdir!r} is not a folder; give another --workdir"])
   path = folder / CONFIG_FILE

@@ -37,6 +37,8 @@ from tba_jax.learner import make_scorer
 from tba_jax.metrics import StageProgress, bytes_bar, plain, write_atomic
 from tba_jax.models import transformer
 from tba_jax.models.variants import ModelConfig
+from tba_jax.remote_workdir.fetch import local_copy
+from tba_jax.remote_workdir.store import workdir_argument
 from tba_jax.sample_statistics import mean_half_interval, summarise, summary_table, wilson_interval
 from tba_jax.sampling.engine import Engine, SampledGroup, SampleRequest, sample_keys
 from tba_jax.tasks import registry
@@ -301,8 +303,16 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
   """One evaluation as the command line describes it. Raises: ValueError for bad input."""
   if bool(args.model) == bool(args.workdir):
     raise ValueError("give either --model=PATH or --workdir=RUN.")
+  if not args.workdir:
+    return _run(args, None)
+  with local_copy(args.workdir, checkpoint=True, step=args.step, version_0=not args.reference) as folder:
+    return _run(args, folder)
+
+
+def _run(args: argparse.Namespace, workdir: pathlib.Path | None) -> dict[str, Any]:
+  """`workdir`: where the files of --workdir are."""
   given = {name: getattr(args, name) for name in _DEFAULTS if getattr(args, name) is not None}
-  options = {**_DEFAULTS, **_options_of_run(args.workdir), **given}
+  options = {**_DEFAULTS, **_options_of_run(workdir), **given}
   for name, least in _LEAST.items():
     value = {**vars(args), **options}[name]
     if value < least:
@@ -315,8 +325,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     raise ValueError(f"--k={','.join(map(str, args.k))} must lie between 1 and --samples={args.samples}.")
   dtype = jnp.dtype(args.dtype)
   here = lambda tree: jax.tree.map(lambda leaf: jax.device_put(leaf.astype(dtype), jax.devices()[0]), tree)
-  if args.workdir:
-    step, cfg, params, tokenizer = load_trained(args.workdir, step=args.step)
+  if workdir:
+    step, cfg, params, tokenizer = load_trained(workdir, step=args.step)
     params = here(params)
     source = f"{args.workdir} step {step}"
   else:
@@ -346,11 +356,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
   if isinstance(reward, MeasuringReward):
     once = "sampled" if "sampled" in rows[0] else "greedy"
     summary |= reward.measure([row[once]["text"] for row in rows])
-  if args.reference or args.workdir:
+  if args.reference or workdir:
     if args.reference:
       reference = load_model(args.reference, dtype=dtype)[:2]
     else:
-      ref_cfg, ref_params = load_version_0(args.workdir)
+      ref_cfg, ref_params = load_version_0(workdir)
       reference = ref_cfg, here(ref_params)
     summary |= against_reference(rows, prompts, policy=(cfg, params), reference=reference,
                                  temperature=options["temperature"], dtype=dtype)
@@ -421,7 +431,7 @@ def make_parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(
       prog="python -m tba_jax.evaluate", description="Accuracy of a model on a task's held-out prompts.")
   parser.add_argument("--model", default="", help="model folder, .gguf file, hub name, or package:NAME")
-  parser.add_argument("--workdir", type=pathlib.Path, help="folder of a run, instead of --model")
+  parser.add_argument("--workdir", type=workdir_argument, help="folder of a run, or gs://BUCKET/FOLDER, instead of --model")
   parser.add_argument("--step", type=int, help="which checkpoint of the run; default: the newest")
   parser.add_argument("--out", required=True, type=pathlib.Path, help="folder to write; the same one again resumes")
   parser.add_argument("--task", help="a task's name, or FILE.py:CLASS")

@@ -18,6 +18,8 @@ from absl import logging
 from tba_jax.checkpoints.huggingface import save_model
 from tba_jax.checkpoints.trained import load_trained
 from tba_jax.metrics import bytes_bar
+from tba_jax.remote_workdir.fetch import local_copy
+from tba_jax.remote_workdir.store import workdir_argument
 
 
 def export(workdir: pathlib.Path, out: pathlib.Path, *, step: int | None = None) -> int:
@@ -40,14 +42,15 @@ def main(argv: Sequence[str] | None = None) -> None:
   parser = argparse.ArgumentParser(
     prog="python -m tba_jax.export", description="A run's checkpoint as a folder that transformers loads."
   )
-  parser.add_argument("--workdir", required=True, type=pathlib.Path, help="folder of the run")
+  parser.add_argument("--workdir", required=True, type=workdir_argument, help="folder of the run, or gs://BUCKET/FOLDER")
   parser.add_argument("--out", required=True, type=pathlib.Path, help="model folder to write")
   parser.add_argument("--step", type=int, help="which checkpoint; default: the newest")
   args = parser.parse_args(argv)
   logging.set_verbosity(logging.ERROR)  # orbax warns of every option that reading only implies
   print(f"reading {args.workdir}", file=sys.stderr, flush=True)
   try:
-    step = export(args.workdir, args.out, step=args.step)
+    with local_copy(args.workdir, checkpoint=True, step=args.step) as folder:
+      step = export(folder, args.out, step=args.step)
   except (ValueError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)
     sys.exit(2)

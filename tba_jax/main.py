@@ -50,7 +50,8 @@ _CONFIG = config_flags.DEFINE_config_file(
   "config", None, "A config file, perhaps with an argument: configs/gsm8k.py:smollm2. --config.KEY=VALUE sets one key.",
   lock_config=True, sys_argv=_ARGV,
 )
-_WORKDIR = flags.DEFINE_string("workdir", None, "Folder for all that the run writes; the same one again resumes.")
+_WORKDIR = flags.DEFINE_string(
+  "workdir", None, "Folder for all that the run writes, or gs://BUCKET/FOLDER; the same one again resumes.")
 _DRY_RUN = flags.DEFINE_boolean("dry_run", False, "Check everything, print devices and bytes; compile nothing.")
 _PRINT_CONFIG = flags.DEFINE_boolean("print_config", False, "Print the resolved config as JSON and stop.")
 _COORDINATOR = flags.DEFINE_string(
@@ -467,7 +468,7 @@ def _run(config: Any, workdir: str, world: World | None) -> int:
     problems.append(f"{jax.device_count()} devices are not spread evenly over {num_processes} processes, process 0 has "
                     f"{jax.local_device_count()}; give each process as many")
   for check in (
-    lambda: config_lib.check_workdir(workdir, config) if workdir else None,
+    lambda: _check_workdir(workdir, config) if workdir else None,
     lambda: config_lib.validate(config, num_devices=jax.local_device_count(), platform=jax.default_backend(),
                                 num_processes=num_processes),
   ):
@@ -480,9 +481,47 @@ def _run(config: Any, workdir: str, world: World | None) -> int:
   if _DRY_RUN.value:
     _dry_run(config)
     return 0
+  if _is_remote(workdir):
+    return _run_mirrored(config, workdir, world)
   from tba_jax import train
 
   return train.run(config, workdir, world=world)
+
+
+def _is_remote(workdir: str | None) -> bool:
+  from tba_jax.remote_workdir import store
+
+  return store.is_remote(workdir)
+
+
+def _check_workdir(workdir: str, config: Any) -> None:
+  """Raises: ConfigError if the workdir, here or in a bucket, is of another config, or cannot be used."""
+  from tba_jax.remote_workdir import fetch, store
+
+  if not store.is_remote(workdir):
+    config_lib.check_workdir(workdir, config)
+    return
+  try:
+    with fetch.copy_of_config(workdir) as folder:
+      config_lib.check_workdir(workdir, config, folder=folder)
+  except store.RemoteError as error:
+    raise config_lib.ConfigError([str(error)]) from error
+
+
+def _run_mirrored(config: Any, workdir: str, world: World | None) -> int:
+  """A run whose workdir is in a bucket: it works in a folder of this machine. Exit code 1 if not all of it got there.
+  """
+  from tba_jax import train
+  from tba_jax.remote_workdir import fetch, store
+  from tba_jax.workdir import say
+
+  try:
+    with fetch.mirrored(workdir, cache_folder(), say=say) as (folder, finish):
+      config_lib.check_workdir(workdir, config, folder=folder)
+      code = train.run(config, str(folder), world=world)
+      return code if finish() else code or train.FAULT
+  except store.RemoteError as error:
+    raise config_lib.ConfigError([str(error)]) from error
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ ORDER = (
     ("searcher",),
     ("sample_statistics",),
     ("metrics",),
+    ("remote_workdir",),
     ("wandb_log",),
     ("evaluate",),
     ("meters",),

@@ -99,6 +99,12 @@ def test_bad_flags_are_all_named_in_one_go_without_jax(arguments, lines, tmp_pat
   assert not (REPO / "never_made").exists()
 
 
+def test_a_url_that_names_no_folder_of_a_bucket_is_refused_with_the_rest():
+  lines = _errors(_run(QUICKSTART, "--workdir=gs://bucket", "--config.model.path=/nowhere"))
+  assert lines[0] == "workdir='gs://bucket' must be gs://BUCKET/FOLDER, a folder in a bucket"
+  assert lines[1].startswith("model.path='/nowhere'")
+
+
 def test_bug_in_a_config_file_keeps_its_traceback(tmp_path):
   (tmp_path / "broken.py").write_text("def get_config(arg=None):\n  return undefined_name\n")
   result = _run(f"--config={tmp_path}/broken.py", WORKDIR)

@@ -2,17 +2,20 @@
 
 One HTML file that needs nothing else and opens offline: curves over steps, time and trained tokens, staleness, who did
 what when, rollouts to read, configs and how they differ. Runs that differ by their seed alone become one curve with a
-band. A run may still be going on. Exit codes: 0 done, 2 bad input.
+band. A run may still be going on, and its WORKDIR may be in a bucket (gs://...). Exit codes: 0 done, 2 bad input.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import pathlib
 import sys
 from collections.abc import Sequence
 
 from tba_jax.metrics import write_atomic
+from tba_jax.remote_workdir.fetch import local_copy
+from tba_jax.remote_workdir.store import is_remote, workdir_argument
 from tba_jax.report.page import make_page
 from tba_jax.report.run_files import read_run
 
@@ -25,15 +28,18 @@ def main(argv: Sequence[str] | None = None) -> None:
   """The command line; bad input ends with one line on stderr and exit code 2."""
   parser = argparse.ArgumentParser(
     prog="python -m tba_jax.report", description="One HTML page about one or several runs, also while they go on.")
-  parser.add_argument("workdirs", metavar="WORKDIR", nargs="+", type=pathlib.Path, help="--workdir of a run")
-  parser.add_argument("--out", type=pathlib.Path, help=f"file to write; default: {FILE} in the first WORKDIR")
+  parser.add_argument("workdirs", metavar="WORKDIR", nargs="+", type=workdir_argument, help="--workdir of a run")
+  parser.add_argument("--out", type=pathlib.Path, help=f"file to write; default: {FILE} in the first WORKDIR, or here if "
+                      "that is in a bucket")
   args = parser.parse_args(argv)
-  out = args.out or args.workdirs[0] / FILE
+  out = args.out or (pathlib.Path(FILE) if is_remote(args.workdirs[0]) else args.workdirs[0] / FILE)
   num = len(args.workdirs)
   try:
-    runs = [read_run(folder, num_rollouts=max(10, _NUM_ROLLOUTS // num), rollout_bytes=_ROLLOUT_BYTES // num)
-            for folder in args.workdirs]
-    text = make_page(runs)
+    with contextlib.ExitStack() as stack:
+      folders = [stack.enter_context(local_copy(workdir, checkpoint=False)) for workdir in args.workdirs]
+      runs = [read_run(folder, num_rollouts=max(10, _NUM_ROLLOUTS // num), rollout_bytes=_ROLLOUT_BYTES // num)
+              for folder in folders]
+      text = make_page(runs)
   except (ValueError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)
     sys.exit(2)
