@@ -60,11 +60,12 @@ _COORDINATOR = flags.DEFINE_string(
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", 0, "With --coordinator=HOST:PORT: processes of the trainer.")
 _PROCESS_ID = flags.DEFINE_integer("process_id", -1, "With --coordinator=HOST:PORT: which of them this is, from 0.")
 _SLICE = flags.DEFINE_string(
-  "trainer_slice", "", "KIND:TOPOLOGY of a TPU slice of the Ray cluster, as v6e:4x4: Ray reserves one and the trainer's "
-  "processes are started on its hosts. Empty: here.")
+  "trainer_slice", "", "KIND:TOPOLOGY of a TPU slice of the Ray cluster, as v6e:4x4: Ray reserves one and the "
+  "trainer's processes are started on its hosts. Empty: here.")
 _RESTARTS = flags.DEFINE_integer(
   "restarts", None, f"A trainer's process that is killed is started again from the last checkpoint, so often in a row "
-  f"without a newer one. By default {supervise.RESTARTS} with runtime.backend=ray or --coordinator, else 0.", lower_bound=0)
+  f"without a newer one. By default {supervise.RESTARTS} with runtime.backend=ray or --coordinator, else 0.",
+  lower_bound=0)
 
 
 def fail(problems: Sequence[str]) -> NoReturn:
@@ -374,7 +375,10 @@ def _num_restarts(config: Any) -> int:
 
 
 def _folder(workdir: str) -> pathlib.Path:
-  return pathlib.Path(workdir).expanduser()
+  """Where the run works on this machine."""
+  from tba_jax.remote_workdir import fetch, store
+
+  return fetch.local_folder(workdir, cache_folder()) if store.is_remote(workdir) else pathlib.Path(workdir).expanduser()
 
 
 def _say(text: str) -> None:

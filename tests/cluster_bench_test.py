@@ -7,14 +7,14 @@ import time
 import numpy as np
 import pytest
 
-from experiments import cluster_bench
+from experiments import cluster_bench, cluster_weights
 from tba_jax.runtime.host import SentWeights, Turn
 from tba_jax.runtime.parcels import pack
 from tba_jax.types import Occurrence
 
 
 def test_paces_are_of_medians_and_of_the_whole_way():
-  found = cluster_bench.paces(3 * 10**9, {"put": [1.0, 2.0, 9.0], "same_node": [1.0], "other_node": [4.0, 3.0, 8.0]})
+  found = cluster_weights.paces(3 * 10**9, {"put": [1.0, 2.0, 9.0], "same_node": [1.0], "other_node": [4.0, 3.0, 8.0]})
   assert found["seconds"] == {"put": 2.0, "same_node": 1.0, "other_node": 4.0}
   assert found["gigabytes_per_second"] == {"same_node": 1.0, "other_node": 0.5}
 

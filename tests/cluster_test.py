@@ -178,15 +178,18 @@ def test_a_trainer_on_a_slice_of_the_cluster_goes_on_when_one_of_its_processes_i
   pod = infer_tpu_pod_type_from_topology("2x2x2", "TPU-V5P")
   cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
   try:
+    nodes = {}
     for worker_id in ("1", "0"):  # the first node of the slice is its second host
       head = {f"TPU-{pod}-head": 1} if worker_id == "0" else {}
-      cluster.add_node(num_cpus=1, resources={"TPU": 4, **head}, env_vars={"TPU_NAME": "one"}, labels={
-          "ray.io/tpu-slice-name": "one", "ray.io/tpu-worker-id": worker_id, "ray.io/tpu-pod-type": pod})
+      nodes[worker_id] = cluster.add_node(
+          num_cpus=1, resources={"TPU": 4, **head}, env_vars={"TPU_NAME": "one"}, labels={
+              "ray.io/tpu-slice-name": "one", "ray.io/tpu-worker-id": worker_id, "ray.io/tpu-pod-type": pod})
     flags = ("--config.runtime.mode=lockstep", "--config.runtime.lag=1", "--config.sync.every_steps=1",
              "--config.buffer.dedup=False", "--config.devices.trainer=2", "--config.devices.searchers=1",
              "--config.train.steps=4000", "--config.checkpoint.every_steps=2")
-    run = Process(tmp_path / "run", *flags, "--config.runtime.backend=ray", "--trainer_slice=v5p:2x2x2",
-                  f"--config.runtime.ray_address={cluster.address}")
+    start = lambda: Process(tmp_path / "run", *flags, "--config.runtime.backend=ray", "--trainer_slice=v5p:2x2x2",
+                            f"--config.runtime.ray_address={cluster.address}")
+    run = start()
     run.wait_for(lambda: run.step() >= 4)
     os.kill(_process_of(tmp_path / "run", 1), signal.SIGKILL)
     run.wait_for(lambda: "resumed at step" in run.log())
@@ -196,6 +199,13 @@ def test_a_trainer_on_a_slice_of_the_cluster_goes_on_when_one_of_its_processes_i
     assert run.end() == 0, run.log()
     assert "one of the trainer's 2 processes on the slice was killed by SIGKILL" in run.log()
     assert "by SIGTERM; the same command resumes from" in run.log()
+    run = start()
+    run.wait_for(lambda: run.step() > step + 10)
+    cluster.remove_node(nodes["1"])  # and does not come back
+    run.wait_for(lambda: "it is started again" in run.log())
+    time.sleep(5.0)
+    os.kill(run.pid, signal.SIGTERM)
+    assert run.end() == 0, run.log()
     steps = [line["step"] for line in runs.lines(tmp_path / "run") if "loss" in line]
     assert steps == list(range(1, len(steps) + 1))
   finally:

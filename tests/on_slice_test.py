@@ -24,7 +24,8 @@ def test_a_slice_is_named_by_kind_and_topology():
 
 
 def test_processes_have_the_numbers_of_their_hosts_in_the_slice():
-  assert on_slice.order([Place("c", 1, "2"), Place("a", 1, "0"), Place("k", 1, "10"), Place("b", 1, "1")]) == [1, 3, 0, 2]
+  assert on_slice.order([Place("c", 1, "2"), Place("a", 1, "0"), Place("k", 1, "10"), Place("b", 1, "1")]) == [
+      1, 3, 0, 2]
   assert on_slice.order([Place("b", 1, ""), Place("a", 1, "")]) == [0, 1]
   with pytest.raises(ValueError, match="numbers 1, 1; each must have its own"):
     on_slice.order([Place("a", 1, "1"), Place("b", 1, "1")])
@@ -33,7 +34,8 @@ def test_processes_have_the_numbers_of_their_hosts_in_the_slice():
 def test_each_host_starts_the_command_as_its_process():
   asked = ["--config=c.py", "--trainer_slice=v6e:4x4", "--restarts", "5", "--workdir=run"]
   assert on_slice.command(asked, address="h:1", num_processes=4, process_id=2) == [
-      "-m", "tba_jax.main", "--config=c.py", "--workdir=run", "--coordinator=h:1", "--num_processes=4", "--process_id=2"]
+      "-m", "tba_jax.main", "--config=c.py", "--workdir=run", "--coordinator=h:1", "--num_processes=4",
+      "--process_id=2"]
   assert on_slice.command(asked, address="h:1", num_processes=1, process_id=0) == [
       "-m", "tba_jax.main", "--config=c.py", "--workdir=run"]
 

@@ -24,7 +24,7 @@ SEATED = "TBA_JAX_SEATED"  # of a process whose devices Ray holds already
 
 _RESERVE_SECS = 600.0
 _LAST_SECS = 60.0  # for the other processes to end when one has
-_POLL_SECS = 0.2
+_POLL_SECS, _SAY_SECS = 0.2, 60.0
 _WORKER_ID = "ray.io/tpu-worker-id"  # label of a node, set by Ray
 # Of the command's own environment, what its processes are to have, too.
 _PASSED = ("JAX_", "XLA_", "LIBTPU_", "XDG_CACHE_HOME", "HF_", "WANDB_", "RAY_AUTH_", "PYTHONPATH")
@@ -109,22 +109,29 @@ class SliceJob:
     group: Ray's placement group, ready; `resources`: of each of its `number` bundles.
     arguments: of the command.
     workdir: on the host of process 0.
+    say: prints a line for the user.
   """
 
   def __init__(self, group: Any, *, number: int, resources: Mapping[str, float], arguments: Sequence[str],
-               workdir: pathlib.Path):
+               workdir: pathlib.Path, say: Callable[[str], None]):
     self._group, self._number, self._resources = group, number, dict(resources)
-    self._arguments, self._workdir = list(arguments), workdir
+    self._arguments, self._workdir, self._say = list(arguments), workdir, say
     self._hosts: list[Any] = []  # actors, by process
     self._signals: list[int] = []
+    self._found: set[supervise.Checkpoint] | None = None  # checkpoints; None before the first look
 
   def run(self) -> int:
     import ray
 
-    if not self._hosts:
-      self._begin()
     self._signals.clear()
-    address = "{0.host}:{0.port}".format(ray.get(self._hosts[0].where.remote()))
+    if not self._hosts and not self._begin():
+      return supervise.DONE  # a stop was asked for meanwhile
+    try:
+      place = ray.get(self._hosts[0].enter.remote(os.getcwd()))  # another port than the last time
+    except ray.exceptions.RayActorError:
+      self._end()
+      return -signal.SIGKILL
+    address = f"{place.host}:{place.port}"
     running = {
         host.run.remote(command(self._arguments, address=address, num_processes=self._number, process_id=i),
                         str(self._workdir)): i for i, host in enumerate(self._hosts)}
@@ -140,6 +147,7 @@ class SliceJob:
       if until is not None and time.monotonic() > until:
         for i in running.values():
           ray.kill(self._hosts[i])
+    self._look()
     if not is_whole:
       self._end()
     # What ended the others is more to the point than that they ended.
@@ -153,31 +161,47 @@ class SliceJob:
     return f"one of the trainer's {self._number} processes on the slice"
 
   def checkpoints(self) -> set[supervise.Checkpoint]:
-    """Those on the host of process 0."""
-    import ray
+    """Those on the host of process 0 when it was there last."""
+    if self._found is None:
+      self._found = set()
+      if self._begin():
+        self._look()
+    return self._found
 
-    try:
-      if not self._hosts:
-        self._begin()
-      return set(ray.get(self._hosts[0].checkpoints.remote(str(self._workdir))))
-    except ray.exceptions.RayActorError:  # its machine is gone again
-      self._end()
-      return set()
-
-  def _begin(self) -> None:
-    """An actor on each host, in the order of the processes."""
+  def _begin(self) -> bool:
+    """An actor on each host, in the order of the processes; waits for hosts that Ray has lost. False if a signal came.
+    """
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     of_bundle = {name: amount for name, amount in self._resources.items() if name != "CPU"}
-    hosts = [
+    self._hosts = [
         ray.remote(_Host).options(
             num_cpus=self._resources["CPU"], resources=of_bundle, max_concurrency=4, max_restarts=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=i),
-        ).remote(os.getcwd(), dict(os.environ)) for i in range(self._number)]
-    places = ray.get([host.where.remote() for host in hosts])
-    self._hosts = [hosts[i] for i in order(places)]
+        ).remote(dict(os.environ)) for i in range(self._number)]
+    entered = [host.enter.remote(os.getcwd()) for host in self._hosts]
+    began = said = time.monotonic()
+    while len(ray.wait(entered, num_returns=self._number, timeout=_POLL_SECS)[0]) < self._number:
+      if self._signals:
+        self._end()
+        return False
+      if time.monotonic() - said > _SAY_SECS:
+        said = time.monotonic()
+        self._say(f"waits for the {self._number} hosts of the slice, for {said - began:.0f} s")
+    try:
+      places = ray.get(entered)
+    except ray.exceptions.RayTaskError as error:
+      raise error.as_instanceof_cause() from None
+    self._hosts = [self._hosts[i] for i in order(places)]
+    return True
 
+
+  def _look(self) -> None:
+    import ray
+
+    with contextlib.suppress(ray.exceptions.RayActorError):
+      self._found = set(ray.get(self._hosts[0].checkpoints.remote(str(self._workdir))))
 
   def _end(self) -> None:
     import ray
@@ -200,16 +224,17 @@ def _code_of(done: Any) -> int | None:
 class _Host:
   """The actor on a host of the slice."""
 
-  def __init__(self, folder: str, own: dict[str, str]):
-    if not pathlib.Path(folder, "tba_jax").is_dir():
-      raise ValueError(f"the checkout {folder}, from which the command was started, is missing on {socket.gethostname()}; "
-                       "have it under the same path on every host of the slice")
-    os.chdir(folder)
+  def __init__(self, own: dict[str, str]):
     self._own, self._child = own, None
 
-  def where(self) -> Place:
+  def enter(self, folder: str) -> Place:
+    """Goes to the checkout. Raises: ValueError if there is none."""
     import ray
 
+    if not pathlib.Path(folder, "tba_jax").is_dir():
+      raise ValueError(f"{folder}, where the command was started, is no checkout on {socket.gethostname()}; have one "
+                       "under the same path on every host of the slice")
+    os.chdir(folder)
     host = ray.util.get_node_ip_address()
     node = ray.get_runtime_context().get_node_id()
     labels = next(node_["Labels"] for node_ in ray.nodes() if node_["NodeID"] == node)
@@ -256,10 +281,10 @@ def reserved(asked: Slice, *, ray_address: str, arguments: Sequence[str], workdi
                        ) from None
     try:
       if not placed.slice_placement_group.wait(_RESERVE_SECS):
-        raise ValueError(f"the slice {asked} has not all of its {number} hosts in the cluster after {_RESERVE_SECS:.0f} s")
+        raise ValueError(f"the slice {asked} has not all of its {number} hosts after {_RESERVE_SECS:.0f} s")
       placed.release_head_pgs()
       yield SliceJob(placed.slice_placement_group, number=number, resources=resources, arguments=arguments,
-                     workdir=workdir)
+                     workdir=workdir, say=say)
     finally:
       placed.shutdown()
   finally:

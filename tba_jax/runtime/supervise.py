@@ -81,9 +81,9 @@ def supervise(job: Job, *, restarts: int, say: Callable[[str], None]) -> int:
       seen, is_first = seen | found, False
       what, last = f"{job.describe()} {_end(code)} after {lived:.0f} s", _newest(found)
       if in_row == restarts:
-        say(f"error: {what}; {in_row} restart{'s' * (in_row != 1)} in a row brought no checkpoint newer than {last}, so "
-            "it is not started again (--restarts). If the kernel killed it for memory, dmesg says so: lower sample.slots, "
-            "buffer.capacity or train.prompts_per_step. The same command resumes:\n  " + resume_command())
+        say(f"error: {what}; {in_row} restart{'s' * (in_row != 1)} in a row brought no checkpoint newer than {last}, "
+            "so it is not started again (--restarts). If the kernel killed it for memory, dmesg says so: lower "
+            "sample.slots, buffer.capacity or train.prompts_per_step. The same command resumes:\n  " + resume_command())
         return FAULT
       in_row += 1
       say(f"{what}; it is started again from {last} (restart {in_row} of {restarts} without a newer checkpoint)")
