@@ -2,13 +2,16 @@
 
     python experiments/cluster_bench.py weights --out runs/cluster_bench
     python experiments/cluster_bench.py weights --params=1.1e9 --out runs/cluster_bench
+    python experiments/cluster_bench.py transfer --out runs/cluster_bench
     python experiments/cluster_bench.py inserts --out runs/cluster_bench
     python experiments/cluster_bench.py scaling --out runs/cluster_bench
     python experiments/cluster_bench.py pinned --out runs/cluster_bench
 
 weights  a tree of bfloat16 goes into the object store of one Ray node and is fetched, its checksums compared, by an
          actor on the same node, by one on another (over TCP, on this machine's loopback), and by a second one there.
-         Held: how long `publish` holds a trainer's thread whose steps of 2 s are slept.
+         Held: how long `publish` holds a trainer's thread whose steps (2 s, 1.1e9: 10 s) are slept.
+transfer  to another node, from the arrays of one process's jax to those of another's: as parcels, and in turn by
+         jax.experimental.transfer.
 inserts  groups of 16 rollouts of 512 tokens into the exchange: from this process, and from 2 actors.
 scaling  real runs, whose trainer's device is one core. The searchers' decoding is SIMULATED: they sleep, and bring 64
          random responses each time. fastN: for a second, N searchers of 1 to 16 in a process each and 64 in 8
@@ -41,12 +44,12 @@ import numpy as np
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # so that it runs as a file, too
 
 from experiments import async_speedup  # noqa: E402
+from experiments.cluster_weights import package, transfer, weights  # noqa: E402
 from experiments.rivals.interleave import conditions  # noqa: E402
 from tba_jax.metrics import read_jsonl, write_atomic  # noqa: E402
 from tba_jax.types import RolloutGroup  # noqa: E402
 
 REPO = pathlib.Path(__file__).resolve().parent.parent
-STEP_SECS = 2.0  # of the trainer that publishes
 INSERT_SECS = 10.0
 GROUP_SAMPLES, PROMPT_TOKENS, ROLLOUT_TOKENS = 16, 18, 512
 DECODE_SECS = {"fast": 1.0, "slow": 8.0}  # simulated, of all slots
@@ -67,87 +70,6 @@ def make_group(seed: int, *, samples: int = GROUP_SAMPLES, tokens: int = ROLLOUT
       ref_version=0, temperature=1.0, texts=("",) * samples)
 
 
-# --- Weights ---
-
-
-def weights(num_params: int) -> dict[str, Any]:
-  """Seconds and GB/s of a parcel on its way to an actor, and how long publishing holds a trainer."""
-  import jax
-  import ray
-  from ray.cluster_utils import Cluster
-
-  from tba_jax.runtime.cluster import put
-  from tba_jax.runtime.parcels import pack
-
-  store_bytes = max(200_000_000, 3 * 2 * num_params)
-  cluster = Cluster(initialize_head=True, head_node_args={
-      "num_cpus": 1, "resources": {"here": 1}, "object_store_memory": store_bytes})
-  cluster.add_node(num_cpus=2, resources={"there": 2}, object_store_memory=store_bytes)
-  ray.init(address=cluster.address, log_to_driver=False, runtime_env=_package())
-  leaf = np.random.default_rng(0).integers(0, 2**16, (32, num_params // 32 // 1024, 1024), np.uint16)
-  tree = {str(i): layer.view(jax.numpy.bfloat16) for i, layer in enumerate(leaf)}
-  where = {"same_node": "here", "other_node": "there", "other_node_again": "there"}  # the last finds what is there
-  secs: dict[str, list[float]] = {name: [] for name in ("put", *where)}
-  try:
-    actors = {name: ray.remote(_Receiver).options(resources={node: 1}).remote() for name, node in where.items()}
-    ray.get([actor.receive.remote(pack({"a": np.zeros(4)}, put)) for actor in actors.values()])
-    for _ in range(3 if leaf.nbytes < 1e9 else 1):
-      began = time.monotonic()
-      parcel = pack(tree, put)
-      secs["put"].append(time.monotonic() - began)
-      for name, actor in actors.items():
-        secs[name].append(ray.get(actor.receive.remote(parcel)))
-      del parcel
-    found = {"params": num_params, "bytes": leaf.nbytes, **paces(leaf.nbytes, secs)}
-    if leaf.nbytes < 1e9:  # a trainer's float32 and two versions on their way are 8 times as much
-      found["held"] = _held(tree, put)
-  finally:
-    ray.shutdown()
-    cluster.shutdown()
-  return found
-
-
-def paces(num_bytes: int, secs: dict[str, list[float]]) -> dict[str, Any]:
-  """Medians of the seconds of putting and of each way of fetching; GB/s from the trainer's memory to the actor's."""
-  middle = {name: statistics.median(values) for name, values in secs.items()}
-  speed = {name: num_bytes / 1e9 / (middle["put"] + value) for name, value in middle.items() if name != "put"}
-  return {"seconds": middle, "gigabytes_per_second": speed}
-
-
-class _Receiver:
-  """An actor that takes parcels."""
-
-  def receive(self, parcel: Any) -> float:
-    """Seconds until the tree was whole, its bytes checked."""
-    from tba_jax.runtime.cluster import fetch
-    from tba_jax.runtime.parcels import unpack
-
-    began = time.monotonic()
-    unpack(parcel, fetch(parcel.chunks))
-    return time.monotonic() - began
-
-
-def _held(tree: dict[str, np.ndarray], put: Any) -> dict[str, float]:
-  """Of a trainer whose device computes elsewhere: it sleeps for its steps and publishes after each."""
-  import jax
-
-  from tba_jax.runtime.remote import SharedWeightStore
-
-  params = {name: jax.device_put(leaf.astype(np.float32)) for name, leaf in tree.items()}
-  store = SharedWeightStore(jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf.astype(jax.numpy.bfloat16), tree)),
-                            device=jax.devices()[0], put=put, timeout_secs=300.0)
-  store.publish(params, 0, wait=True)
-  held, began = [], time.monotonic()
-  for version in range(1, 8):
-    before = time.monotonic()
-    store.publish(params, version)
-    held.append(time.monotonic() - before)
-    time.sleep(STEP_SECS)
-  wall = time.monotonic() - began
-  store.join()
-  return {"step_seconds": STEP_SECS, "publish_seconds": statistics.mean(held), "share": sum(held) / wall}
-
-
 # --- Inserts ---
 
 
@@ -160,7 +82,7 @@ def inserts() -> dict[str, Any]:
   while (secs := time.monotonic() - began) < INSERT_SECS:
     count += _bring(exchange, groups)
   found = {"tokens": ROLLOUT_TOKENS, "from_this_process_per_second": count / secs}
-  ray.init(include_dashboard=False, log_to_driver=False, runtime_env=_package(), num_cpus=2)
+  ray.init(include_dashboard=False, log_to_driver=False, runtime_env=package(), num_cpus=2)
   try:
     actors = [ray.remote(_Source).remote() for _ in range(2)]
     under_way = {actor.groups.remote(): actor for actor in actors for _ in range(2)}
@@ -208,10 +130,6 @@ def _bring(exchange: Any, groups: Sequence[RolloutGroup]) -> int:
     exchange.bring(occurrence, dataclasses.replace(
         group, prompt_id=occurrence.prompt_id, occurrence=occurrence.occurrence, tokens=tokens))
   return len(groups) * GROUP_SAMPLES
-
-
-def _package() -> dict[str, Any]:
-  return {"env_vars": {"PYTHONPATH": str(REPO), "JAX_PLATFORMS": "cpu"}}
 
 
 # --- Runs ---
@@ -465,7 +383,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: list[str] | None = None) -> None:
   parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument("what", choices=("weights", "inserts", "scaling", "pinned"))
+  parser.add_argument("what", choices=("weights", "transfer", "inserts", "scaling", "pinned"))
   parser.add_argument("--out", type=pathlib.Path, required=True, help="folder for the runs and the results")
   parser.add_argument("--params", type=float, default=135e6, help="of the model whose weights are sent")
   parser.add_argument("--steps", type=int, default=40, help="of each run")
@@ -484,9 +402,10 @@ def main(argv: list[str] | None = None) -> None:
   out.mkdir(parents=True, exist_ok=True)
   if args.run_arm:
     run_arm(args.run_arm, out, steps=args.steps, responses=args.responses)
-  name = f"weights_{args.params / 1e6:.0f}M" if args.what == "weights" else args.what
+  name = f"{args.what}_{args.params / 1e6:.0f}M" if args.what in ("weights", "transfer") else args.what
   found = {
-      "weights": lambda: weights(int(args.params)), "inserts": inserts, "scaling": lambda: scaling(out, args.steps),
+      "weights": lambda: weights(int(args.params)), "transfer": lambda: transfer(int(args.params)),
+      "inserts": inserts, "scaling": lambda: scaling(out, args.steps),
       "pinned": lambda: pinned(out, args.steps, args.responses)}[args.what]()
   machine = conditions(_versions(), core=-1, repetitions=1)
   found["machine"] = {key: machine[key] for key in ("commit", "date", "cpu", "cpus", "versions")}
