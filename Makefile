@@ -9,7 +9,7 @@ quickstart: $(VENV)/.installed
 	$(BIN)/python -m tba_jax.main --config=configs/quickstart.py --workdir=runs/quickstart
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-slow: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m slow

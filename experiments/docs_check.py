@@ -57,7 +57,7 @@ FORMS = (
   Form(r"python experiments/cluster_bench\.py (\w+) --out \S+", "python experiments/cluster_bench.py \\1 --help",
        "it needs Ray and two cores for minutes"),
   Form(r"python -m experiments\.(\w+)", "python -m experiments.\\1 --help", "hours; the studies have tests of their own"),
-  Form(r"make test(-slow)?|python -m pytest", "python -m pytest --collect-only -q", "the tests run by themselves"),
+  Form(r"make test(-slow)?|python -m pytest( -n 2 --dist loadfile)?", "python -m pytest --collect-only -q", "the tests run by themselves"),
   Form(r"make docs-check", because="it is this"),
   Form(r"python3 -m venv \.venv|\. \.venv/bin/activate|(python -m )?pip install .*",
        because="it changes the environment; make runs it before the tests"),

@@ -28,7 +28,12 @@ def main(argv: Sequence[str] | None = None) -> list[str]:
   parser.add_argument("--samples", type=pathlib.Path, required=True, help="samples.jsonl of an evaluation")
   parser.add_argument("--out", type=pathlib.Path, required=True, help="attacks.jsonl to write")
   args = parser.parse_args(argv)
-  found = good_attacks(args.samples)
+  if args.out.is_dir():
+    parser.error(f"--out={args.out} is a folder; give a file")
+  try:
+    found = good_attacks(args.samples)
+  except (OSError, ValueError, KeyError) as error:
+    parser.error(f"--samples={args.samples} is no samples.jsonl of an evaluation ({type(error).__name__}: {error})")
   args.out.parent.mkdir(parents=True, exist_ok=True)
   args.out.write_text("".join(json.dumps({"attack": attack}) + "\n" for attack in found), encoding="utf8")
   print(f"{len(found)} attacks in {args.out}")

@@ -98,6 +98,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, list[dict[str, Any]]]:
   args = parser.parse_args(argv)
   if args.samples < 1:
     parser.error(f"--samples={args.samples} must be at least 1: the KL divergence is taken of them")
+  if args.out.exists() and not args.out.is_dir():
+    parser.error(f"--out={args.out} is a file; give a folder")
   options = [f"--samples={args.samples}"] + ([] if args.size is None else [f"--size={args.size}"])
   try:
     frontier = {str(workdir): points_of(workdir, args.out / name, options)

@@ -375,10 +375,10 @@ def _num_restarts(config: Any) -> int:
 
 
 def _folder(workdir: str) -> pathlib.Path:
-  """Where the run works on this machine."""
-  from tba_jax.remote_workdir import fetch, store
+  """Of this machine; where a workdir in a bucket is kept, too."""
+  from tba_jax.remote_workdir import store
 
-  return fetch.local_folder(workdir, cache_folder()) if store.is_remote(workdir) else pathlib.Path(workdir).expanduser()
+  return store.local_folder(workdir, cache_folder()) if _is_remote(workdir) else pathlib.Path(workdir).expanduser()
 
 
 def _say(text: str) -> None:

@@ -57,7 +57,7 @@ def runs_on_tpus() -> list[dict]:
 
 def test_the_runs_on_tpus_are_valid_configs(monkeypatch):
   monkeypatch.setattr(config_rules.importlib.util, "find_spec", lambda name: name)  # Ray need not be here
-  shapes = [(8, 1)] * 3 + [(4, 1)] + [(4, 4)] * 3 + [(8, 1)]  # chips of a process, processes of the trainer
+  shapes = [(8, 1), (8, 1), (8, 1), (4, 1), (4, 4), (4, 4), (4, 4), (8, 1)]  # chips of a process, processes of the trainer
   for overrides, (chips, processes) in zip(runs_on_tpus(), shapes, strict=True):
     config = gsm8k.get_config()
     config.update_from_flattened_dict(overrides)

@@ -23,6 +23,27 @@ def test_good_attacks_are_the_successes_once_each(tmp_path):
     {"attack": "a?"}, {"attack": "d?"}]
 
 
+@pytest.mark.parametrize("content, out, message", [
+    ('{"sampled": {}}', "attacks.jsonl", "is no samples.jsonl of an evaluation (KeyError: 'samples')"),
+    ("[", "attacks.jsonl", "is no samples.jsonl of an evaluation (JSONDecodeError"),
+    (None, "attacks.jsonl", "is no samples.jsonl of an evaluation (FileNotFoundError"),
+    ("", "", "is a folder; give a file"),])
+def test_good_attacks_says_what_is_wrong_with_its_files(tmp_path, capsys, content, out, message):
+  if content is not None:
+    (tmp_path / "samples.jsonl").write_text(content)
+  with pytest.raises(SystemExit) as end:
+    good_attacks.main([f"--samples={tmp_path}/samples.jsonl", f"--out={tmp_path / out}"])
+  assert end.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_frontier_is_not_written_over_a_file(tmp_path, capsys):
+  (tmp_path / "out").write_text("mine")
+  with pytest.raises(SystemExit) as end:
+    tldr_frontier.main([f"--workdir={tmp_path}", f"--out={tmp_path}/out"])
+  assert end.value.code == 2 and "is a file; give a folder" in capsys.readouterr().err
+  assert (tmp_path / "out").read_text() == "mine"
+
+
 def test_points_are_the_evaluations_of_every_checkpoint(tmp_path, monkeypatch, capsys):
   for step in ("64", "8", "128", "64.tmp"):
     (tmp_path / "run" / "checkpoints" / step).mkdir(parents=True)

@@ -590,7 +590,7 @@ def test_a_run_killed_and_resumed_from_the_bucket_alone_is_bitwise_the_undisturb
   assert f"downloading {URL} to " in said and ("resumed at step 4" in said or "resumed at step 6" in said)
   assert f"all of the run is in {URL}" in said
 
-  local = fetch.local_folder(URL, tmp_path / "cache" / "tba_jax")
+  local = store.local_folder(URL, tmp_path / "cache" / "tba_jax")
   assert _files(local) == _files(bucket)
   for path in (local, bucket):
     assert runs.untimed(path) == runs.untimed(tmp_path / "whole")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import hashlib
 import os
 import pathlib
 import re
@@ -20,17 +19,11 @@ from tba_jax.remote_workdir.mirror import (
     EVERY_SECS, PATIENCE_SECS, Mirror, MirrorState, files_of, segments_of_step, stamp_of)
 from tba_jax.remote_workdir.owner import Owner
 from tba_jax.remote_workdir.store import (
-    MANIFEST_FILE, SCHEME, Damaged, Manifest, RemoteError, Store, in_parallel, is_remote, name_of_step, number_of_step)
+    MANIFEST_FILE, Damaged, Manifest, RemoteError, Store, in_parallel, is_remote, local_folder, name_of_step,
+    number_of_step)
 
 _CONFIG_FILE, _RESULTS_FILE = "config.json", "results.json"
 _NUM_TRIES = 3  # of a reader, whose run replaces what is being read
-
-
-def local_folder(url: str, cache: pathlib.Path) -> pathlib.Path:
-  """Where the run of a URL works on this machine."""
-  path = url.rstrip("/").removeprefix(SCHEME)
-  readable = re.sub(r"[^A-Za-z0-9._-]+", "_", path)[-80:]
-  return cache / "workdirs" / f"{readable}-{hashlib.blake2b(path.encode(), digest_size=4).hexdigest()}"
 
 
 # --- A run ---

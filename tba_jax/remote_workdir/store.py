@@ -52,6 +52,13 @@ def workdir_argument(text: str) -> pathlib.Path | str:
   return text if is_remote(text) else pathlib.Path(text)
 
 
+def local_folder(url: str, cache: pathlib.Path) -> pathlib.Path:
+  """Where the run of a URL works on this machine."""
+  path = url.rstrip("/").removeprefix(SCHEME)
+  readable = re.sub(r"[^A-Za-z0-9._-]+", "_", path)[-80:]
+  return cache / "workdirs" / f"{readable}-{hashlib.blake2b(path.encode(), digest_size=4).hexdigest()}"
+
+
 def name_of_step(name: str) -> str | None:
   """"checkpoints/20" of a file of that checkpoint, also of fine-tuning's; None of any other file."""
   found = _STEP.match(name)
@@ -69,8 +76,9 @@ def is_fixed(name: str) -> bool:
 
 
 def is_mirrored(name: str) -> bool:
-  """Whether a file of a workdir goes to the bucket: not while it has no name yet, and no lock."""
-  return not (name.endswith(".tmp") or ".orbax-checkpoint-tmp" in name or name in (".lock", STATE_FILE))
+  """Whether a file of a workdir goes to the bucket: not while it has no name yet, no lock, and nothing unreadable."""
+  return not (name.endswith(".tmp") or ".orbax-checkpoint-tmp" in name or name in (".lock", STATE_FILE)
+              or name.startswith("unreadable_checkpoints/"))
 
 
 @dataclasses.dataclass(frozen=True)
