@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tba_jax import sharding
+from tba_jax import compiler_options, sharding
 from tba_jax.losses import diagnostics
 from tba_jax.losses.registry import LossFn, LossSpec, get_loss, head_keywords
 from tba_jax.losses.trajectory_balance import scaled_residuals
@@ -245,6 +245,7 @@ def make_train_step(
     # Of batches without advantages their sharding says nothing.
     in_shardings=(state_out, sharding.batch_sharding(mesh, with_advantages=True), replicated, *frozen_in),
     out_shardings=(state_out, replicated),
+    compiler_options=compiler_options.of_sequences(mesh.devices.flat[0].platform),
   )
 
 

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tba_jax import compiler_options
 from tba_jax.deadlines import Caller, Heartbeat
 from tba_jax.models import transformer
 from tba_jax.sampling.engine import Engine, SampledGroup, SampleRequest, sample_keys
@@ -158,7 +159,8 @@ class Searcher:
 
     def compiled(score: Score, params: Any, bucket: int) -> Any:
       rows = (jax.ShapeDtypeStruct((self._settings.num_samples, bucket), jnp.int32),) * 3
-      return score.lower(params, *rows).compile()
+      platform = next(iter(jax.tree.leaves(params)[0].devices())).platform
+      return score.lower(params, *rows).compile(compiler_options.of_sequences(platform))
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
       under_way = {

@@ -385,13 +385,13 @@ def test_filters_cut_and_log_mu_is_of_what_was_sampled_from(stacked, weights):
 
 def test_a_prompt_is_prefilled_once_for_all_its_samples(weights, monkeypatch):
   calls = []
-  prefill = decode.prefill
+  programs = decode.programs_on("cpu")
 
   def counted(params: Any, tokens: np.ndarray, lengths: np.ndarray, **options: Any) -> Any:
     calls.append(tokens.shape)
-    return prefill(params, tokens, lengths, **options)
+    return programs.prefill(params, tokens, lengths, **options)
 
-  monkeypatch.setattr(decode, "prefill", counted)
+  monkeypatch.setattr(decode, "programs_on", lambda platform: programs._replace(prefill=counted))
   run(make_engine(), [make_request(0, samples=10)], weights[0])
   assert calls == [(2, 24)]
   calls.clear()

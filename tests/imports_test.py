@@ -16,6 +16,7 @@ ORDER = (
     ("deadlines",),
     ("disk",),
     ("host_memory",),
+    ("compiler_options",),
     ("losses",),
     ("config_schema",),
     ("config_rules",),

@@ -78,7 +78,7 @@ def test_train_step_and_decode_within_a_factor_of_two():
 
   def run_chunk():
     decoding[0] = decoding[0]._replace(positions=jnp.full(slots, 8))
-    decoding[0], output = decode.decode_chunk(
+    decoding[0], output = decode.programs_on("cpu").decode_chunk(
       weights, decoding[0], cfg=CFG, num_tokens=chunk, kv_length=length, prefix_length=0, stop_ids=(), attention="xla",
       log_mu_temperature=1.0, filtering=False, dtype=jnp.float32, shardings=None)
     jax.block_until_ready(output)

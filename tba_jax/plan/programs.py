@@ -139,15 +139,16 @@ def searcher_part(config: ConfigDict, cfg: ModelConfig, devices: Sequence[jax.De
   everywhere = SingleDeviceSharding(devices[0]) if one else NamedSharding(place.mesh, PartitionSpec())
   where = (everywhere, everywhere) if one else shardings
   state = _slots(cfg, shapes, cache_dtype, sample.attention, *where)
+  sampling = decode.programs_on(devices[0].platform)
   options = dict(
     stop_ids=(cfg.vocab_size - 1,), log_mu_temperature=float(sample.temperature), filtering=False, shardings=shardings)
   prompts = (shapes.prefill_batches[-1], shapes.prompt_buckets[-1])
   ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
   model = dict(cfg=cfg, dtype=dtype, attention=sample.attention, shardings=shardings)
   prefill = functools.partial(
-    decode.prefill.lower, weights, ints(*prompts), ints(prompts[0]), cache_dtype=cache_dtype, **model)
+    sampling.prefill.lower, weights, ints(*prompts), ints(prompts[0]), cache_dtype=cache_dtype, **model)
   chunk = functools.partial(
-    decode.decode_chunk.lower, weights, state, cfg=cfg, num_tokens=sample.chunk_tokens, dtype=dtype,
+    sampling.decode_chunk.lower, weights, state, cfg=cfg, num_tokens=sample.chunk_tokens, dtype=dtype,
     attention=sample.attention, kv_length=shapes.kv_buckets[-1], prefix_length=shapes.prefix_buckets[-1], **options)
   score = build.make_scorer(config, cfg, place.mesh)
   texts = (ints(sample.responses_per_prompt, config.train.length_buckets[-1]),) * 3

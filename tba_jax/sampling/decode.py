@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from tba_jax import compiler_options
 from tba_jax.models import cache as cache_lib
 from tba_jax.models import transformer
 from tba_jax.models.cache import Cache
@@ -171,8 +172,7 @@ def _ends(tokens: jax.Array, counts: jax.Array, limits: jax.Array, stop_ids: tup
   return stopped | (counts >= limits)
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "dtype", "cache_dtype", "attention", "shardings"))
-def prefill(
+def _prefill(
   params: Any, tokens: jax.Array, lengths: jax.Array, *, cfg: ModelConfig, dtype: Any, cache_dtype: Any,
   attention: str, shardings: SlotShardings | None,
 ) -> tuple[jax.Array, Cache]:
@@ -344,22 +344,41 @@ def _decode_chunk(
   return state, ChunkOutput(tokens=tokens, log_mu=log_mu, counts=state.counts, live=state.live)
 
 
-def _jit_decode_chunk(**compiler_options: int) -> Callable[..., tuple[DecodeState, ChunkOutput]]:
-  return jax.jit(
+class Programs(NamedTuple):
+  """What takes the time of sampling, jitted; see `_prefill` and `_decode_chunk`."""
+
+  prefill: Callable[..., tuple[jax.Array, Cache]]
+  decode_chunk: Callable[..., tuple[DecodeState, ChunkOutput]]
+
+
+def _jit_programs(of_both: dict[str, Any], of_chunk: dict[str, Any]) -> Programs:
+  """With these options of the compiler."""
+  prefill = jax.jit(
+    _prefill, static_argnames=("cfg", "dtype", "cache_dtype", "attention", "shardings"), compiler_options=of_both)
+  decode_chunk = jax.jit(
     _decode_chunk,
     static_argnames=(
       "cfg", "num_tokens", "kv_length", "prefix_length", "stop_ids", "log_mu_temperature", "filtering", "dtype",
       "attention", "shardings",
     ),
     donate_argnames=("state",),
-    compiler_options=compiler_options,
+    compiler_options={**of_both, **of_chunk},
   )
+  return Programs(prefill, decode_chunk)
 
 
-decode_chunk = _jit_decode_chunk()
-# On CPU. A program's temporary memory is one block by default. One of 32 MB or more malloc takes from the system and
-# gives back with each call, and every page of it is made anew; smaller ones it keeps.
-decode_chunk_on_cpu = _jit_decode_chunk(xla_multiheap_size_constraint_per_heap=31_000_000)
+# A program's temporary memory is one block by default. One of 32 MB or more malloc takes from the system and gives back
+# with each call, and every page of it is made anew; smaller ones it keeps.
+_SMALL_BLOCKS = {"xla_multiheap_size_constraint_per_heap": 31_000_000}
+prefill, decode_chunk = _jit_programs({}, {})
+
+
+@functools.cache
+def programs_on(platform: str) -> Programs:
+  """As they are best compiled for a platform, the same ones for all its engines."""
+  if platform != "cpu":
+    return Programs(prefill, decode_chunk)
+  return _jit_programs(compiler_options.of_sampling(platform), _SMALL_BLOCKS)
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "dtype", "attention", "shardings"), donate_argnames=("state",))

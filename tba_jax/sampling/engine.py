@@ -166,8 +166,7 @@ class Engine:
     else:
       self._shardings = None
       self._default_sharding = SingleDeviceSharding(device_or_mesh)
-    platform = next(iter(self._default_sharding.device_set)).platform
-    self._decode_chunk = decode.decode_chunk_on_cpu if platform == "cpu" else decode.decode_chunk
+    self._programs = decode.programs_on(next(iter(self._default_sharding.device_set)).platform)
 
   @property
   def version(self) -> int | None:
@@ -312,7 +311,7 @@ class Engine:
 
   def _prefill(self, tokens: np.ndarray, lengths: np.ndarray) -> tuple[jax.Array, Any]:
     self._count("prefill", *tokens.shape)
-    return decode.prefill(self._params, tokens, lengths, **self._prefill_options)
+    return self._programs.prefill(self._params, tokens, lengths, **self._prefill_options)
 
   def _insert(self, logits: jax.Array, prompts: Cache, admission: decode.Admission) -> None:
     self._count("insert", logits.shape[0], num_entries(prompts))
@@ -320,7 +319,7 @@ class Engine:
 
   def _decode(self, prefix_length: int, kv_length: int) -> decode.ChunkOutput:
     self._count("decode", prefix_length, kv_length)
-    self._state, output = self._decode_chunk(
+    self._state, output = self._programs.decode_chunk(
       self._params, self._state, prefix_length=prefix_length, kv_length=kv_length, **self._chunk_options
     )
     return output
