@@ -431,7 +431,8 @@ def make_parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(
       prog="python -m tba_jax.evaluate", description="Accuracy of a model on a task's held-out prompts.")
   parser.add_argument("--model", default="", help="model folder, .gguf file, hub name, or package:NAME")
-  parser.add_argument("--workdir", type=workdir_argument, help="folder of a run, or gs://BUCKET/FOLDER, instead of --model")
+  parser.add_argument(
+      "--workdir", type=workdir_argument, help="folder of a run, or gs://BUCKET/FOLDER, instead of --model")
   parser.add_argument("--step", type=int, help="which checkpoint of the run; default: the newest")
   parser.add_argument("--out", required=True, type=pathlib.Path, help="folder to write; the same one again resumes")
   parser.add_argument("--task", help="a task's name, or FILE.py:CLASS")

@@ -42,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> None:
   parser = argparse.ArgumentParser(
     prog="python -m tba_jax.export", description="A run's checkpoint as a folder that transformers loads."
   )
-  parser.add_argument("--workdir", required=True, type=workdir_argument, help="folder of the run, or gs://BUCKET/FOLDER")
+  parser.add_argument(
+    "--workdir", required=True, type=workdir_argument, help="folder of the run, or gs://BUCKET/FOLDER")
   parser.add_argument("--out", required=True, type=pathlib.Path, help="model folder to write")
   parser.add_argument("--step", type=int, help="which checkpoint; default: the newest")
   args = parser.parse_args(argv)

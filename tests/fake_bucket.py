@@ -10,6 +10,7 @@ import io
 import os
 import pathlib
 import threading
+import time
 import uuid
 
 import fsspec
@@ -23,6 +24,7 @@ class FakeBucket(fsspec.AbstractFileSystem):
   cachable = False
   lock = threading.Lock()
   fails = staticmethod(lambda what, path: None)  # raises, as a store in trouble does
+  write_secs = 0.0  # what a write of a part takes
   writes: list[str] = []  # names in the order in which they were written or removed
 
   def _file(self, path):
@@ -66,6 +68,10 @@ class _Object(io.BytesIO):
   def __init__(self, store, path):
     super().__init__()
     self._store, self._path = store, path
+
+  def write(self, part):
+    time.sleep(self._store.write_secs)
+    return super().write(part)
 
   def close(self):
     if self.closed:

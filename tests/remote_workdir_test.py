@@ -1,4 +1,4 @@
-"""Workdirs in a bucket, against a bucket that is a local folder with an object store's manners (tests/fake_bucket.py)."""
+"""Workdirs in a bucket, against one that is a local folder with an object store's manners (tests/fake_bucket.py)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def bucket(tmp_path, monkeypatch):
   fake_bucket.use(tmp_path / "buckets")
   for name, value in (("_LOOK_SECS", 0.02), ("_RETRY_SECS", (0.02, 0.1))):
     monkeypatch.setattr(mirror, name, value)
-  return tmp_path / "buckets" / "bucket" / "runs" / "a"
+  yield tmp_path / "buckets" / "bucket" / "runs" / "a"
+  _wait_for(lambda: not any(thread.name == "workdir mirror" for thread in threading.enumerate()))
 
 
 @pytest.fixture
@@ -174,10 +175,10 @@ def test_results_come_last(mirrored, quiet):
 def test_a_checkpoint_that_the_run_removes_while_it_is_uploaded_is_not_named(mirrored, monkeypatch):
   upload = store.Store.upload
 
-  def slow(self, path, name):
+  def slow(self, path, name, **options):
     if name == "checkpoints/2/train/d/0":
       shutil.rmtree(path.parent.parent.parent)
-    return upload(self, path, name)
+    return upload(self, path, name, **options)
 
   with mirrored() as (folder, finish):
     monkeypatch.setattr(store.Store, "upload", slow)
@@ -225,8 +226,25 @@ def test_a_store_that_hangs_does_not_keep_the_run_from_ending(mirrored, said, mo
     monkeypatch.setattr(fake_bucket.FakeBucket, "fails", staticmethod(lambda what, path: hang.wait()))
     _write_run(folder, 2)
     assert not finish()
+    others = set(threading.enumerate()) - {threading.main_thread()}
+    assert others and all(thread.daemon for thread in others)  # the process may end beside them
     hang.set()
   assert "no answer within" in said[-1]
+
+
+def test_at_the_end_a_large_file_may_take_long_but_not_fail_in_its_middle_for_ever(mirrored, quiet, monkeypatch):
+  monkeypatch.setattr(store, "_CHUNK_BYTES", 10)
+  with mirrored(patience_secs=0.6) as (folder, finish):
+    with quiet:
+      monkeypatch.setattr(fake_bucket.FakeBucket, "write_secs", 0.1)
+      _write(folder, "model/large", "x" * 80)
+    assert finish()
+  with mirrored(patience_secs=0.3) as (folder, finish):
+    monkeypatch.setattr(fake_bucket.FakeBucket, "write_secs", 0.01)
+    with fake_bucket.failing(when=lambda what, path: what == "close" and path.endswith("model/larger")):
+      with quiet:
+        _write(folder, "model/larger", "x" * 80)
+      assert not finish()
 
 
 def test_a_bucket_that_cannot_be_reached_at_the_start_is_bad_input(mirrored):
@@ -381,13 +399,14 @@ def test_a_manifest_that_was_written_and_not_noted_is_known_as_ones_own(mirrored
     _write_run(folder, 2)
     assert finish()
   state = mirror.MirrorState.load(folder)
-  pending = Manifest(state.base.fixed, state.base.loose)
-  state.pending = pending.token
-  state.save(folder)  # killed between the bucket's manifest and the note of it
-  store.Store(URL).write_manifest(pending)
   _write_step(folder, 4)
   with mirrored() as (folder, finish):
-    assert _steps(folder) == [2, 4] and finish()
+    assert finish()
+  state.pending = _manifest().token
+  state.save(folder)  # killed between the bucket's manifest and the note of it
+  _write_step(folder, 6)
+  with mirrored() as (folder, finish):
+    assert _steps(folder) == [2, 4, 6] and finish()
 
 
 def test_a_finished_run_is_shown_and_left_as_it_is(bucket, mirrored):
@@ -569,10 +588,11 @@ def test_a_run_killed_and_resumed_from_the_bucket_alone_is_bitwise_the_undisturb
              "--config.eval.every_steps=4", "--config.sample.truncated=score")
     env = os.environ | {"REST_SECS": str(rest_secs), "XDG_CACHE_HOME": str(tmp_path / cache), "PYTHONPATH": str(REPO),
                         "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "xla")}
-    return subprocess.Popen([sys.executable, "-c", DRIVER, *flags], cwd=REPO, env=env, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen([sys.executable, "-c", DRIVER, *flags], cwd=REPO, env=env, stderr=subprocess.PIPE,
+                            text=True)
 
   whole = start(tmp_path / "whole", rest_secs=0, cache="whole_cache")
-  _, said = whole.communicate(timeout=400)
+  _, said = whole.communicate(timeout=1200)
   assert whole.returncode == 0, said
 
   killed = start(URL, rest_secs=1.5, cache="cache")
@@ -585,7 +605,7 @@ def test_a_run_killed_and_resumed_from_the_bucket_alone_is_bitwise_the_undisturb
   assert (bucket / "owner.json").exists() and not (bucket / "results.json").exists()
 
   resumed = start(URL, rest_secs=0, cache="cache")
-  _, said = resumed.communicate(timeout=400)
+  _, said = resumed.communicate(timeout=1200)
   assert resumed.returncode == 0, said
   assert f"downloading {URL} to " in said and ("resumed at step 4" in said or "resumed at step 6" in said)
   assert f"all of the run is in {URL}" in said
@@ -670,8 +690,8 @@ def test_gcsfs_against_an_emulator(tmp_path):
   with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     port = free.getsockname()[1]
-  ran = subprocess.run([sys.executable, "-c", EMULATED, str(port), str(tmp_path)], cwd=REPO, capture_output=True, text=True,
-                       env=os.environ | {"PYTHONPATH": os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")])},
-                       timeout=120)
+  ran = subprocess.run([sys.executable, "-c", EMULATED, str(port), str(tmp_path)], cwd=REPO, capture_output=True,
+                       text=True, timeout=120, env=os.environ | {
+                         "PYTHONPATH": os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")])})
   assert ran.returncode == 0, ran.stderr
   assert "workdir='gs://none/a' cannot be reached (FileNotFoundError" in ran.stdout

@@ -56,6 +56,8 @@ def mirrored(url: str, cache: pathlib.Path, *, say: Callable[[str], None], every
     except BaseException:
       mirror.finish(patience_secs=min(patience_secs, 20.0))
       raise
+    finally:
+      mirror.stop()
   finally:
     owner.release()
 
@@ -78,9 +80,9 @@ def take_up(store: Store, folder: pathlib.Path, *, say: Callable[[str], None]) -
     ahead, went_on = _steps_of(folder) - base, manifest.steps() - base
     if (ahead or (folder / _RESULTS_FILE).is_file()) and went_on:
       raise RemoteError(
-          f"workdir={store.url!r} went on in two places: {folder} has {_newest(ahead)}, which the bucket lacks, and the "
-          f"bucket has {_newest(went_on)} of another machine; give another --workdir, or remove that folder to go on "
-          "from the bucket")
+          f"workdir={store.url!r} went on in two places: {folder} has {_newest(ahead)}, which the bucket lacks, and "
+          f"the bucket has {_newest(went_on)} of another machine; give another --workdir, or remove that folder to go "
+          "on from the bucket")
     if not went_on:
       sent = {} if state is None else {
           name: known for name, known in state.sent.items() if manifest.fixed.get(name) == known[1]}
@@ -95,12 +97,12 @@ def _refuse_foreign(store: Store) -> None:
     return
   except Exception as error:  # clients of stores have no error in common
     raise store.unreadable(error) from error
-  raise RemoteError(f"workdir={store.url!r} has files of a run but no {MANIFEST_FILE}, so it was not uploaded by one; copy "
-                    "it to this machine (gcloud storage cp -r) and give that folder, or give another --workdir")
+  raise RemoteError(f"workdir={store.url!r} has files of a run but no {MANIFEST_FILE}, so it was not uploaded by one; "
+                    "copy it to this machine (gcloud storage cp -r) and give that folder, or give another --workdir")
 
 
 def _begin(store: Store, folder: pathlib.Path) -> MirrorState:
-  """Of a run of which the bucket has nothing. It gets an empty manifest, so that what follows is known as this run's."""
+  """Of a run of which the bucket has nothing. It gets an empty manifest: what follows is known as this run's."""
   state = MirrorState(store.url, Manifest())
   with _telling_of(store, folder):
     folder.mkdir(parents=True, exist_ok=True)
@@ -142,7 +144,7 @@ def _download_run(store: Store, manifest: Manifest, folder: pathlib.Path, say: C
 
 def _newest_whole(store: Store, manifest: Manifest, steps: set[str], into: pathlib.Path, bar: _Bar,
                   say: Callable[[str], None]) -> str | None:
-  """Downloads a checkpoint and what it needs. None if there are no checkpoints. Raises: RemoteError if none is whole."""
+  """Downloads a checkpoint and what it needs. None if there are none. Raises: RemoteError if none is whole."""
   for step in sorted(steps, key=number_of_step, reverse=True):
     try:
       _download(store, manifest, manifest.files_of(step), into, bar)
@@ -194,8 +196,8 @@ def _telling_of(store: Store, folder: pathlib.Path) -> Iterator[None]:
     raise
   except Exception as error:  # clients of stores have no error in common
     if isinstance(error, OSError) and error.errno in DISK_ERRORS | {errno.EACCES, errno.EPERM}:
-      raise RemoteError(f"{folder} cannot be written ({error.strerror}); make room there, or set XDG_CACHE_HOME (runs) or "
-                        "TMPDIR (copies to read) to a folder elsewhere") from error
+      raise RemoteError(f"{folder} cannot be written ({error.strerror}); make room there, or set XDG_CACHE_HOME (runs) "
+                        "or TMPDIR (copies to read) to a folder elsewhere") from error
     raise store.unreadable(error) from error
 
 

@@ -8,6 +8,7 @@ removed. A failing store costs the run nothing: passes are repeated, further and
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -26,7 +27,7 @@ EVERY_SECS = 60.0  # between passes without a new checkpoint
 _SHARE = 0.1  # of the time at most goes into such passes, for logs are uploaded whole
 _LOOK_SECS = 1.0  # between looks for a new checkpoint
 _RETRY_SECS = (1.0, 60.0)  # first and longest wait after a failure
-PATIENCE_SECS = 600.0  # at the end of a run, without one object that gets through
+PATIENCE_SECS = 600.0  # at the end of a run, without a byte that gets through
 
 Stamp = tuple[int, int]  # bytes and time of change (ns) of a local file
 
@@ -36,8 +37,8 @@ class MirrorState:
   """What of a local folder is in the bucket; kept in the folder.
 
   `base`: the manifest that the folder was last equal to or ahead of; `pending`: token of one that was being written.
-  `sent`: by name, stamp, bytes and checksum of what was uploaded or downloaded. `elsewhere`: checkpoints that are in the
-  bucket alone, since the run was taken up on this machine from step `taken_up`.
+  `sent`: by name, stamp, bytes and checksum of what was uploaded or downloaded. `elsewhere`: checkpoints that are in
+  the bucket alone, since the run was taken up on this machine from step `taken_up`.
   """
 
   url: str
@@ -110,7 +111,8 @@ class Mirror:
     self._garbage: set[str] = set()  # objects that no manifest names any more, as far as they are not in `sent`
     self._tokens = {state.base.token}  # of manifests that are this run's, also those whose upload seemed to fail
     self._error: Exception | None = None  # of the last pass
-    self._sent_at = time.monotonic()
+    self._sent_at = time.monotonic()  # something got through
+    self._reached: dict[str, int] = {}  # by name, bytes that got through in the best of all tries
     self._thread = threading.Thread(target=self._loop, name="workdir mirror", daemon=True)
 
   def start(self) -> None:
@@ -119,7 +121,7 @@ class Mirror:
   def finish(self, *, patience_secs: float = PATIENCE_SECS) -> bool:
     """Uploads what is left. Returns whether all of it is in the bucket; if not, why is said.
 
-    `patience_secs`: without one object that gets through.
+    `patience_secs`: without a byte that gets through.
     """
     self._sent_at = time.monotonic()
     self._ending.set()
@@ -135,13 +137,18 @@ class Mirror:
           break
     except KeyboardInterrupt:
       reason = "stopped by Ctrl-C"
-    self._given_up = not self._is_whole
+    self.stop()
     if self._is_whole:
       self._say(f"all of the run is in {self._store.url}")
     else:
       reason = reason or (first_line(self._error) if self._error else f"no answer within {patience_secs:.0f} s")
       self._say_missing(reason)
     return self._is_whole
+
+  def stop(self) -> None:
+    """No pass begins any more, and one under way names nothing more."""
+    self._given_up = True
+    self._wake.set()
 
   def _say_missing(self, reason: str) -> None:
     missing = [stamp for name, stamp in files_of(self.folder).items() if not self._has(name, stamp)]
@@ -161,7 +168,7 @@ class Mirror:
     while not self._given_up:
       is_last, began = self._ending.is_set(), time.monotonic()
       self._wake.clear()
-      if self._ending.is_set():
+      if self._ending.is_set() or self._given_up:
         self._wake.set()
       try:
         is_whole = not self._owner.is_lost() and self._pass()
@@ -251,7 +258,7 @@ class Mirror:
       try:
         stamp = stamp_of(path)
         if name not in sent or sent[name][0] != stamp:
-          sent[name] = (stamp, self._store.upload(path, name))
+          sent[name] = (stamp, self._store.upload(path, name, on_bytes=functools.partial(self._note, name)))
           self._sent_at = time.monotonic()
         found[name] = sent[name][1]
       except FileNotFoundError:
@@ -261,6 +268,10 @@ class Mirror:
 
     in_parallel(send, sorted(names))
     return found
+
+  def _note(self, name: str, num_bytes: int) -> None:
+    if num_bytes > self._reached.get(name, 0):  # else a file that fails in its middle again and again would count
+      self._reached[name], self._sent_at = num_bytes, time.monotonic()
 
   def _forget_elsewhere(self, fixed: dict[str, tuple[int, str]]) -> None:
     """Checkpoints that another machine left: once there is a newer one of this machine, only the best evaluated stays.

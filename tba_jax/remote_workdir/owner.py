@@ -75,8 +75,8 @@ class Owner:
     first = self._read()
     if first is None or _is_gone(first):
       return
-    self._say(f"{self._store.url} was last written by {_whose(first)}; waiting for {stale_secs:.0f} s to see whether it "
-              "still runs")
+    self._say(f"{self._store.url} was last written by {_whose(first)}; waiting for {stale_secs:.0f} s to see whether "
+              "it still runs")
     deadline = time.monotonic() + stale_secs
     while time.monotonic() < deadline:
       time.sleep(min(5.0, self._renew_secs / 4))
@@ -87,7 +87,8 @@ class Owner:
         raise self._in_use(found)
 
   def _in_use(self, found: dict[str, Any]) -> RemoteError:
-    return RemoteError(f"workdir={self._store.url!r} is in use by {_whose(found)}; wait for it, or give another --workdir")
+    return RemoteError(f"workdir={self._store.url!r} is in use by {_whose(found)}; wait for it, or give another "
+                       "--workdir")
 
   def _read(self) -> dict[str, Any] | None:
     try:

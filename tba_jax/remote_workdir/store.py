@@ -124,7 +124,8 @@ class Store:
     _check_client(url)
     from etils import epath
 
-    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # else each try of a request is a traceback; errors are told here
+    # Each try of a request that fails would be a traceback; what it comes to is told here.
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
     self._root = epath.Path(self.url)
 
   def read(self, name: str) -> bytes:
@@ -140,10 +141,14 @@ class Store:
   def remove(self, name: str) -> None:
     (self._root / name).unlink(missing_ok=True)
 
-  def upload(self, path: pathlib.Path, name: str) -> tuple[int, str]:
-    """Returns bytes and checksum of what was read. Raises: FileNotFoundError if the file is gone."""
+  def upload(self, path: pathlib.Path, name: str, *, on_bytes: Callable[[int], None] = lambda num_bytes: None
+             ) -> tuple[int, str]:
+    """Returns bytes and checksum of what was read. Raises: FileNotFoundError if the file is gone.
+
+    `on_bytes` is told how many have gone to the store, of files of more than 8 MiB.
+    """
     with open(path, "rb") as source, (self._root / name).open("wb") as target:
-      return _copy(source, target)
+      return _copy(source, target, on_bytes)
 
   def download(self, name: str, path: pathlib.Path, expected: tuple[int, str] | None = None) -> None:
     """Raises: Damaged if the object is missing or not as expected; OSError if the file cannot be written."""
@@ -172,8 +177,8 @@ class Store:
     try:
       return Manifest.from_json(json.loads(payload))
     except (ValueError, KeyError, TypeError) as error:
-      raise RemoteError(f"{self.url}/{MANIFEST_FILE} is not what this version writes ({type(error).__name__}: {error}); "
-                        "go on with the version of this program that wrote it, or give another --workdir") from error
+      raise RemoteError(f"{self.url}/{MANIFEST_FILE} is not what this version writes ({type(error).__name__}: {error}"
+                        "); go on with the version of this program that wrote it, or give another --workdir") from error
 
   def write_manifest(self, manifest: Manifest) -> None:
     self.write(MANIFEST_FILE, json.dumps(manifest.to_json()).encode())
@@ -181,8 +186,8 @@ class Store:
   def unreadable(self, error: Exception) -> RemoteError:
     """What to tell of an error of the store at the start."""
     return RemoteError(f"workdir={self.url!r} cannot be reached ({first_line(error)}); are the bucket's name, the "
-                       "credentials (gcloud auth application-default login) and their rights (to read, write and delete "
-                       "objects) right?")
+                       "credentials (gcloud auth application-default login) and their rights (to read, write and "
+                       "delete objects) right?")
 
 
 def first_line(error: BaseException) -> str:
@@ -229,10 +234,12 @@ def _check_client(url: str) -> None:
                       ) from error
 
 
-def _copy(source: Any, target: Any) -> tuple[int, str]:
+def _copy(source: Any, target: Any, on_bytes: Callable[[int], None] = lambda num_bytes: None) -> tuple[int, str]:
   size, digest = 0, hashlib.blake2b(digest_size=16)
   while chunk := source.read(_CHUNK_BYTES):
     target.write(chunk)
     digest.update(chunk)
+    if size:  # of the first a client may have kept all
+      on_bytes(size)
     size += len(chunk)
   return size, digest.hexdigest()

@@ -29,8 +29,8 @@ def main(argv: Sequence[str] | None = None) -> None:
   parser = argparse.ArgumentParser(
     prog="python -m tba_jax.report", description="One HTML page about one or several runs, also while they go on.")
   parser.add_argument("workdirs", metavar="WORKDIR", nargs="+", type=workdir_argument, help="--workdir of a run")
-  parser.add_argument("--out", type=pathlib.Path, help=f"file to write; default: {FILE} in the first WORKDIR, or here if "
-                      "that is in a bucket")
+  parser.add_argument("--out", type=pathlib.Path, help=f"file to write; default: {FILE} in the first WORKDIR, or in the "
+                      "current folder if that is in a bucket")
   args = parser.parse_args(argv)
   out = args.out or (pathlib.Path(FILE) if is_remote(args.workdirs[0]) else args.workdirs[0] / FILE)
   num = len(args.workdirs)
