@@ -88,7 +88,7 @@ def oracle():
 @pytest.mark.parametrize("layout, options", [
   pytest.param({}, {}, marks=pytest.mark.slow),
   (dict(pack=True, row_multiple=4), dict(micro_batches=4)),  # two passes, groups are split
-  ({}, dict(mesh=dict(data=2, fsdp=2, tensor=2))),
+  pytest.param({}, dict(mesh=dict(data=2, fsdp=2, tensor=2)), marks=pytest.mark.slow),
 ], ids=["plain", "packed micro-batches", "8 devices"])
 def test_learned_log_z_equals_numpy(layout, options):
   options = {**options, "mesh": mesh_of(options["mesh"])} if "mesh" in options else options

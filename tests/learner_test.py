@@ -191,7 +191,7 @@ def test_step_equals_the_loss_written_out_response_by_response():
   [
     dict(micro_batches=4, remat="full"),  # each group lies in two of them
     pytest.param(dict(micro_batches=4, remat="dots"), marks=pytest.mark.slow),
-    dict(micro_batches=2, whole_groups_per_micro_batch=True),
+    pytest.param(dict(micro_batches=2, whole_groups_per_micro_batch=True), marks=pytest.mark.slow),
     dict(most_response_tokens=DRAW.tokens.shape[1]),  # fewer than a row has: prompts go without the head
   ],
   ids=str,

@@ -21,7 +21,6 @@ from tba_jax.runtime.settings import StopFlag
 from tba_jax.tasks.arithmetic import ArithmeticTask
 from tests import runs
 
-pytestmark = pytest.mark.slow  # whole runs; `lora_test.py` has what they are made of
 
 LORA = dict(lora__pattern=".*", lora__rank=4, lora__alpha=6.0, model__architecture__tie_embeddings=False)
 SCALE = 1.5
@@ -39,7 +38,8 @@ def _number_reward(monkeypatch):
   monkeypatch.setattr(ArithmeticTask, "reward", number_reward)
 
 
-pytestmark = pytest.mark.usefixtures("compile_once")
+# Whole runs; `lora_test.py` has what they are made of.
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("compile_once")]
 
 
 def _config(**changes):
@@ -142,7 +142,6 @@ def test_export_merges(tmp_path, finished):
   np.testing.assert_allclose(ours[:, : cfg.vocab_size], theirs[:, : cfg.vocab_size], atol=1e-5)
 
 
-@pytest.mark.slow
 def test_async_run_on_a_bfloat16_base(tmp_path):
   """Fine-tuning trains everything; then the base is bfloat16, adapters and their moments float32."""
   config = _config(
@@ -161,7 +160,6 @@ def test_async_run_on_a_bfloat16_base(tmp_path):
   assert runs.results(tmp_path / "run")["steps"] == 6
 
 
-@pytest.mark.slow
 def test_searchers_and_trainer_of_several_devices(tmp_path):
   """FSDP over two in the trainer, tensor parallelism over two in the searcher; all that is adapted is split."""
   config = _config(

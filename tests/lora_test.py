@@ -201,6 +201,7 @@ def trained(*, steps: int = 3, mesh=None, base_dtype=jnp.float32, **options):
   return state, jax.tree.map(float, metrics), base, before
 
 
+@pytest.mark.slow
 def test_steps_change_adapters_and_leave_a_bfloat16_base_bitwise_alone():
   state, metrics, base, before = trained(base_dtype=jnp.bfloat16)
   assert metrics["skipped"] == 0 and int(state.version) == 3

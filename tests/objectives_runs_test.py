@@ -67,6 +67,7 @@ def test_the_reference_is_read_where_a_loss_has_it_and_beta_is_not_0():
   assert not reads(loss__name="rloo", loss__beta_init=0.0, loss__beta_final=0.0)
 
 
+@pytest.mark.slow
 def test_a_loss_that_reads_no_reference_has_no_rollout_scored(tmp_path, monkeypatch):
   calls, score_rows = [], Searcher._score_rows
 

@@ -111,6 +111,7 @@ def test_one_group_over_all_packed_micro_batches():
   assert with_variances(packed_metrics) == pytest.approx(with_variances(metrics), rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_micro_batches_that_nothing_is_left_for_are_not_computed(monkeypatch):
   """Two of eight micro-batches hold tokens: a model of which every evaluation counts itself runs twice, then twice
   more."""

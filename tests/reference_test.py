@@ -142,7 +142,7 @@ def test_every_trained_row_is_scored_by_the_reference_of_its_step(tmp_path, monk
   assert (rescored > 0) == (mode != "sync")  # on-policy batches are sampled after the move
 
 
-@pytest.mark.parametrize("decay, stop_at", [(0.0, 3), (0.5, 4)])
+@pytest.mark.parametrize("decay, stop_at", [pytest.param(0.0, 3, marks=pytest.mark.slow), (0.5, 4)])
 def test_a_resumed_run_goes_on_with_its_reference(tmp_path, monkeypatch, decay, stop_at):
   runs.use_easy_reward(monkeypatch)
   config = runs.short_config(

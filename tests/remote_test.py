@@ -119,7 +119,7 @@ def _params(workdir):
 
 
 @pytest.mark.parametrize("changes", [
-    dict(runtime__lag=1, train__steps=4),
+    pytest.param(dict(runtime__lag=1, train__steps=4), marks=pytest.mark.slow),
     dict(reference__reset_every_steps=2, loss__name="tb_vargrad", train__steps=4),
     pytest.param(dict(lora__pattern="layers/attn/[qv]", lora__rank=4, lora__alpha=8.0, train__steps=3),
                  marks=pytest.mark.slow),

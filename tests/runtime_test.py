@@ -79,7 +79,7 @@ def test_every_row_has_exactly_the_lag(tmp_path, mode, lag, expected):
   assert runs.results(tmp_path / "run")["staleness_max"] == max(expected)
 
 
-@pytest.mark.parametrize("lag, every, stop_at", [(-1, 2, 3), (2, 1, 4)])
+@pytest.mark.parametrize("lag, every, stop_at", [(-1, 2, 3), pytest.param(2, 1, 4, marks=pytest.mark.slow)])
 def test_lockstep_stopped_and_resumed_is_bitwise_the_unbroken_run(tmp_path, monkeypatch, lag, every, stop_at):
   config = runs.short_config(runtime__mode="lockstep", runtime__lag=lag, sync__every_steps=every, eval__every_steps=3)
   assert runs.run(config, tmp_path / "whole") == 0

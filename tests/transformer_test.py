@@ -105,7 +105,7 @@ def test_greedy_decoding_equals_transformers_and_the_uncached_forward(case):
     np.testing.assert_allclose(seen[row], uncached, rtol=0, atol=5e-5)
 
 
-@pytest.mark.parametrize("case", ["llama", "gpt2", "gemma3"])
+@pytest.mark.parametrize("case", ["llama", *(pytest.param(case, marks=pytest.mark.slow) for case in ("gpt2", "gemma3"))])
 def test_ids_under_padding_change_nothing_and_a_row_of_padding_is_finite(case):
   _, cfg, params = both(case)
   rng = np.random.default_rng(2)

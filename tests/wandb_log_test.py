@@ -61,6 +61,7 @@ def _of(wandb, name):
   return [call[1:] for call in wandb.calls if call[0] == name]
 
 
+@pytest.mark.slow
 def test_a_run_and_its_resume_are_one_run_there_with_all_that_metrics_jsonl_holds(tmp_path, wandb):
   config = runs.short_config(runtime__mode="lockstep", log__wandb="a project", train__steps=4, eval__every_steps=2)
   stop = StopFlag()
