@@ -19,12 +19,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tba_jax import compiler_options
+
 HBM_SHARE = 0.7
 LINK_SHARE = 0.8
 RESERVE_SHARE = 0.05  # of HBM, kept free for fragmentation and for what the runtime itself holds
 HOST_SHARE = 0.8  # of host memory, for everything that a run keeps there
 
 _GIB = 1024**3
+_FAR_BEYOND_CACHES = 1 << 26  # bytes
 _CLOUD = "Google Cloud documentation, page 'TPU {}'"
 _BOOK = "'How to Scale Your Model' (jax-ml), page 'How to Think About TPUs'"
 _MFU = "MaxText, page 'Run_Llama2' (Llama2-70b, bf16)"
@@ -34,6 +37,7 @@ _MFU = "MaxText, page 'Run_Llama2' (Llama2-70b, bf16)"
 class Chip:
   """Peaks of one device.
 
+  overlaps: whether it reads memory while it computes, so that only the longer of the two counts; else they add up.
   hbm_bytes: memory that the compiler lets a program use. link_bytes_per_sec: of one inter-chip link, one direction.
   host_bytes: of a host's memory, per device. mfu: share of peak_flops that a well-tuned large training run reaches.
   sources: quantity -> where it was read.
@@ -47,6 +51,7 @@ class Chip:
   host_bytes: float
   mfu: float
   hbm_share: float = HBM_SHARE
+  overlaps: bool = True
   devices_per_chip: int = 1
   sources: dict[str, str]
 
@@ -110,32 +115,45 @@ def _measured_cpu() -> Chip:
   return measure_cpu(1, size=768)
 
 
-def measure_cpu(num_devices: int, *, size: int = 1024) -> Chip:
-  """The CPU of this machine as `num_devices` devices that share it, by a matmul and a copy of a second or so.
+def measure_cpu(num_devices: int, *, size: int = 1024, clock: Callable[[], float] = time.perf_counter) -> Chip:
+  """The CPU of this machine as `num_devices` devices that share it, by two matmuls and a copy of a second or so.
 
-  Peaks are measured in float32, so nothing is taken off them: shares are 1.
+  Peaks are measured in float32: FLOP/s of a large product, memory's of a copy. Of the former nothing is taken off. A
+  product of few rows, as in decoding, reads weights more slowly than they are copied, for XLA:CPU rearranges them on
+  the way: hbm_share is the speed of that reading, its arithmetic taken off at the peak, over that of the copy. A core
+  computes and reads in turn, so the two times add up. Speeds are by `clock`: of the machine with all its cores by that
+  on the wall, of one core by `time.process_time`.
   """
   square = jnp.ones((size, size), jnp.float32)
-  chain = jax.jit(lambda x: jax.lax.fori_loop(0, 4, lambda _, y: (x @ y) * (1.0 / size), x))
-  flops = 4 * 2 * size**3 / _best_secs(lambda: chain(square).block_until_ready())
-  source = np.ones(1 << 26, np.uint8)  # far beyond the caches
+  options = compiler_options.of_sequences("cpu")
+  chain = jax.jit(lambda x: jax.lax.fori_loop(0, 4, lambda _, y: (x @ y) * (1.0 / size), x), compiler_options=options)
+  flops = 4 * 2 * size**3 / _best_secs(lambda: chain(square).block_until_ready(), clock)
+  source = np.ones(_FAR_BEYOND_CACHES, np.uint8)
   target = np.empty_like(source)
-  bandwidth = 2 * source.nbytes / _best_secs(lambda: np.copyto(target, source))
+  bandwidth = 2 * source.nbytes / _best_secs(lambda: np.copyto(target, source), clock)
+  few, width = jnp.ones((16, 1024), jnp.float32), 1024
+  weights = [jnp.ones((width, width), jnp.float32) for _ in range(_FAR_BEYOND_CACHES // (4 * width**2))]
+  layers = jax.jit(
+    lambda x, weights: functools.reduce(lambda x, w: (x @ w) * (1.0 / width), weights, x),
+    compiler_options=compiler_options.of_sampling("cpu"))
+  secs = _best_secs(lambda: layers(few, weights).block_until_ready(), clock)
+  reading = secs - 2 * few.size * width * len(weights) / flops
+  share = min(1.0, _FAR_BEYOND_CACHES / (reading * bandwidth)) if reading > 0 else 1.0
   with open("/proc/meminfo", encoding="ascii") as file:
     memory = int(next(line for line in file if line.startswith("MemTotal")).split()[1]) * 1024
   return Chip(
     name="cpu", peak_flops=flops / num_devices, hbm_bytes=memory / num_devices,
     hbm_bytes_per_sec=bandwidth / num_devices, link_bytes_per_sec=bandwidth / num_devices,
-    host_bytes=memory / num_devices, mfu=1.0, hbm_share=1.0, sources={"all": "measured here"},
+    host_bytes=memory / num_devices, mfu=1.0, hbm_share=share, overlaps=False, sources={"all": "measured here"},
   )
 
 
-def _best_secs(run: Callable[[], object]) -> float:
+def _best_secs(run: Callable[[], object], clock: Callable[[], float]) -> float:
   """Seconds of the fastest of five runs, after one that compiles."""
   run()
   best = float("inf")
   for _ in range(5):
-    began = time.perf_counter()
+    began = clock()
     run()
-    best = min(best, time.perf_counter() - began)
+    best = min(best, clock() - began)
   return best

@@ -42,6 +42,8 @@ def test_terms():
   terms = predict.terms(Work(flops=1e12, hbm_bytes=2e10), 8e8, CHIP)
   assert (terms.compute_secs, terms.memory_secs, terms.link_secs) == pytest.approx((2.0, 4.0, 1.0))
   assert terms.secs == pytest.approx(5.0)
+  cpu = dataclasses.replace(CHIP, overlaps=False)
+  assert predict.terms(Work(flops=1e12, hbm_bytes=2e10), 8e8, cpu).secs == pytest.approx(7.0)
 
 
 def unpacked_config():

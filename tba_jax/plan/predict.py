@@ -2,6 +2,8 @@
 
     secs of a program = max(FLOPs / (peak x MFU), memory bytes / (bandwidth x share)) + link bytes / (link x share)
 
+with the sum in place of the maximum for a CPU, whose cores do not read while they compute.
+
 It is a model and no measurement: nothing was executed on the chip. Work is counted by formula (`work`), link bytes come
 out of the compiled program (`hlo`), the chip's constants and their sources are in `chips`. Left out: host work, time
 to launch, other traffic on the links.
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Mapping
 
 from tba_jax.chips import LINK_SHARE, Chip
@@ -65,10 +68,12 @@ class Terms:
   compute_secs: float
   memory_secs: float
   link_secs: float
+  overlap: bool  # of arithmetic and memory
 
   @property
   def secs(self) -> float:
-    return max(self.compute_secs, self.memory_secs) + self.link_secs
+    together = max if self.overlap else operator.add
+    return together(self.compute_secs, self.memory_secs) + self.link_secs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,6 +103,7 @@ def terms(work: Work, link_bytes: float, chip: Chip) -> Terms:
     compute_secs=work.flops / (chip.peak_flops * chip.mfu),
     memory_secs=work.hbm_bytes / (chip.hbm_bytes_per_sec * chip.hbm_share),
     link_secs=link_bytes / (chip.link_bytes_per_sec * LINK_SHARE),
+    overlap=chip.overlaps,
   )
 
 

@@ -89,8 +89,9 @@ def as_markdown(plan: Plan) -> str:
     "## Assumptions",
     f"Prompts of {load.mean_prompt_tokens:g} and responses of {load.mean_response_tokens:g} tokens on average; a "
     f"step's rows have {load.step_tokens} tokens, {'packed' if load.packing else 'which the longest response needs'}. "
-    "Seconds are max(FLOPs "
-    "/ (peak x MFU), bytes / (bandwidth x share)) + link bytes / (link x share): a model, nothing was executed. "
+    f"Seconds are {'max(' if chip.overlaps else ''}FLOPs / (peak x MFU){', ' if chip.overlaps else ' + '}"
+    f"bytes / (bandwidth x share){')' if chip.overlaps else ''} + link bytes / (link x share): a model, nothing was "
+    "executed. "
     "FLOPs and memory traffic are counted by formula (FLOPs: tested against the compiler's count without loops), "
     "link bytes in the compiled program's text, each collective times the trips of the loops around it. `compiler's "
     "FLOPs` take the body of a loop once and are shown for comparison only. Memory: arguments from the sharded trees, "
@@ -104,7 +105,7 @@ def as_markdown(plan: Plan) -> str:
         ["MFU", f"{chip.mfu:.3g}", ""],
         ["memory bytes", f"{chip.hbm_bytes:.4g}", ""],
         ["memory bytes/s", f"{chip.hbm_bytes_per_sec:.3g} x {chip.hbm_share:g}",
-         "share assumed" if chip.hbm_share < 1 else ""],
+         "share assumed" if chip.overlaps else "share measured"],
         ["link bytes/s, one direction", f"{chip.link_bytes_per_sec:.3g} x {LINK_SHARE:g}", "share assumed"],
         ["reserve", f"{RESERVE_SHARE:.0%} of memory", "assumed"],
         *(["", name, source] for name, source in chip.sources.items()),
