@@ -16,7 +16,7 @@ from configs import quickstart
 from experiments.rivals import ours
 from experiments.rivals.stopwatch import Stopwatch
 from tba_jax import config as config_lib
-from tba_jax import host_memory, learner, optimizers
+from tba_jax import host_memory, learner, optimizers, sharding
 from tba_jax import train
 from tba_jax.losses.registry import make_loss
 from tba_jax.replay.collate import collate
@@ -61,14 +61,15 @@ class System(ours.System):
       "adamw", schedule=optimizers.make_schedule("constant", learning_rate=settings["learning_rate"]),
       clip_norm=settings["clip_norm"], b1=settings["b1"], b2=settings["b2"], eps=settings["eps"],
     )
+    mesh = sharding.make_mesh(jax.devices()[:1])  # as a run has, whose programs are compiled for the platform
     step = learner.make_train_step(
       self._cfg, make_loss("tb_vargrad"), optimizer, temperature=1.0, compute_dtype=jnp.float32, remat="none",
       micro_batches=micro_batches, chunk_tokens=settings["chunk_tokens"], whole_groups_per_micro_batch=True,
-      most_response_tokens=0 if whole_rows else len(data["responses"][0]),
+      most_response_tokens=0 if whole_rows else len(data["responses"][0]), mesh=mesh,
     )
 
     def fresh() -> TrainState:
-      return learner.init_train_state(jax.tree.map(jnp.copy, self._params), optimizer)
+      return learner.init_train_state(jax.tree.map(jnp.copy, self._params), optimizer, mesh=mesh)
 
     self._state = fresh()
     self._batch, self._beta = make_batch(data), jnp.float32(settings["beta"])
