@@ -58,7 +58,7 @@ def said():
 def mirrored(tmp_path, said):
   """`fetch.mirrored` of the URL; with machine="b", on another machine."""
   def enter(*, machine="a", **options):
-    return fetch.mirrored(URL, tmp_path / machine, say=said.append, **{"patience_secs": 0.5, **options})
+    return fetch.mirrored(URL, tmp_path / machine, say=said.append, **{"patience_secs": 5.0, **options})
   return enter
 
 
@@ -206,7 +206,7 @@ def test_a_store_that_fails_for_a_while_costs_one_line_and_nothing_of_the_run(bu
 
 
 def test_a_store_that_fails_for_good_is_told_at_the_end_and_the_next_start_uploads(bucket, mirrored, said):
-  with mirrored() as (folder, finish):
+  with mirrored(patience_secs=0.5) as (folder, finish):
     _write_run(folder, 2)
     _wait_for(lambda: _manifest().steps() == {"checkpoints/2"})
     with fake_bucket.failing():
@@ -222,7 +222,7 @@ def test_a_store_that_fails_for_good_is_told_at_the_end_and_the_next_start_uploa
 
 def test_a_store_that_hangs_does_not_keep_the_run_from_ending(mirrored, said, monkeypatch):
   hang = threading.Event()
-  with mirrored() as (folder, finish):
+  with mirrored(patience_secs=0.5) as (folder, finish):
     monkeypatch.setattr(fake_bucket.FakeBucket, "fails", staticmethod(lambda what, path: hang.wait()))
     _write_run(folder, 2)
     assert not finish()
@@ -337,7 +337,7 @@ def test_if_no_checkpoint_is_whole_the_start_is_refused_and_nothing_is_lost(buck
 
 def test_an_upload_that_was_cut_off_leaves_the_checkpoint_before_it(bucket, mirrored):
   """Half of a checkpoint is there without a name."""
-  with mirrored() as (folder, finish):
+  with mirrored(patience_secs=0.5) as (folder, finish):
     _write_run(folder, 2)
     assert finish()
   with fake_bucket.failing(when=lambda what, path: what == "close" and path.endswith("checkpoints/4/train/d/0")):

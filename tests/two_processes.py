@@ -25,7 +25,7 @@ from tba_jax.runtime.world import meet
 from tba_jax.types import Draw
 from tba_jax.weights import WeightStore
 
-LEARNING_RATE, POISONED = 0.5, 1  # the step that has one
+LEARNING_RATE, POISONED = 0.1, 1  # the step that has one
 
 
 def config() -> ConfigDict:

@@ -196,7 +196,8 @@ def test_two_processes_train_what_one_does(tmp_path):
   """Loss, gradient, three SGD steps, and an update that is skipped for what one process alone has; then a checkpoint
   that is gone on from, and weights for a searcher."""
   port = free_port()
-  env = {**os.environ, "PYTHONPATH": f"{REPO}{os.pathsep}{REPO / 'tests'}", "XLA_FLAGS": ""}
+  env = {**os.environ, "PYTHONPATH": f"{REPO}{os.pathsep}{REPO / 'tests'}",
+         "XLA_FLAGS": os.environ["XLA_FLAGS"].replace("_device_count=8", "_device_count=1")}
   processes = [subprocess.Popen(
       [sys.executable, "tests/two_processes.py", str(port), "2", str(number), str(tmp_path)], cwd=REPO, env=env,
       stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for number in range(2)]
