@@ -253,11 +253,11 @@ def to_json(config: Mapping[str, Any]) -> str:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-  """Lines "key: old -> new" for the keys a resumed run may not change, in order of their names."""
+  """Lines "key: the run has OLD, given is NEW" for the keys a resumed run may not change, in order of their names."""
   old, new = (flatten(json.loads(to_json(config))) for config in (old, new))
   absent = "(absent)"
   names = sorted(name for name in old.keys() | new.keys() if not name.startswith(FREE_ON_RESUME))
-  return [f"{name}: {old.get(name, absent)!r} -> {new.get(name, absent)!r}" for name in names
+  return [f"{name}: the run has {old.get(name, absent)!r}, given is {new.get(name, absent)!r}" for name in names
           if old.get(name, absent) != new.get(name, absent)]
 
 
@@ -274,7 +274,9 @@ def check_workdir(workdir: str, config: Mapping[str, Any], *, folder: pathlib.Pa
     raise ConfigError([f"workdir={workdir!r} is not a folder; give another --workdir"])
   path = folder / CONFIG_FILE
   if not path.exists():
-    left = [name for name in ("checkpoints", "initial", "fine_tuning") if (folder / name).exists()]
+    # Folders without a file are of a start that ended before it had a run.
+    left = [name for name in ("checkpoints", "initial", "fine_tuning")
+            if any(path.is_file() for path in (folder / name).rglob("*"))]
     if left:
       raise ConfigError([f"workdir={workdir!r} holds {left[0]}/ but no {CONFIG_FILE}, so nobody can tell whose they "
                          "are; give another --workdir"])
@@ -287,5 +289,5 @@ def check_workdir(workdir: str, config: Mapping[str, Any], *, folder: pathlib.Pa
     raise ConfigError([f"{path} is not a JSON object; give another --workdir"])
   found = differences(old, config)
   if found:
-    raise ConfigError([f"workdir={workdir!r} belongs to another config; give another --workdir, or set these back:"]
+    raise ConfigError([f"workdir={workdir!r} belongs to another config; give another --workdir, or what the run has:"]
                       + [f"  {line}" for line in found])

@@ -10,7 +10,7 @@ with a checkpoint. Exit codes: 0 done, or stopped on request; 1 a fault; 2 bad i
   python -m tba_jax.evaluate --workdir=runs/quickstart --out=evaluation               accuracy, pass@k, maj@k
   python -m tba_jax.plan --config=configs/gsm8k.py --topology=v5e:2x4                 a run on a slice, without it
 
-What docs/troubleshooting.md lists are the messages of a run that goes wrong.
+docs/troubleshooting.md explains the error messages.
 
 Flags:
 """

@@ -12,16 +12,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-# transformers says at import that PyTorch is missing, which nothing here needs.
-os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-
-import numpy as np  # noqa: E402
-import transformers  # noqa: E402
+import numpy as np
+import transformers
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 

@@ -59,8 +59,8 @@ def stop_on_signals() -> Iterator[StopFlag]:
     if stop.is_set() and number == signal.SIGINT:
       os._exit(130)  # an exception could be raised inside a callback of XLA, which drops it
     stop.set(name)
-    line = (f"\n{name}: stopping after this step, with a checkpoint once a step is done; Ctrl-C again stops at once, "
-            "without one\n")
+    line = (f"\n{name}: stopping, with a checkpoint, once the step under way is done and one whose batch was drawn; Ctrl-C "
+            "again stops at once, without one\n")
     os.write(2, line.encode())
 
   before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}

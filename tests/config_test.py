@@ -722,8 +722,9 @@ def test_differences_are_named_and_some_are_free():
   new.train.steps, new.checkpoint.every_steps, new.train.length_buckets = 500, 7, (40, 64)
   del old["loss"]["name"]
   assert config_lib.differences(old, new) == [
-    "checkpoint.every_steps: 40 -> 7", "loss.name: '(absent)' -> 'tb_vargrad'",
-    "train.length_buckets: [40] -> [40, 64]", "train.steps: 120 -> 500",
+    "checkpoint.every_steps: the run has 40, given is 7",
+    "loss.name: the run has '(absent)', given is 'tb_vargrad'",
+    "train.length_buckets: the run has [40], given is [40, 64]", "train.steps: the run has 120, given is 500",
   ]
 
 
@@ -738,12 +739,23 @@ def test_workdir_of_another_config_is_refused(tmp_path):
   with pytest.raises(ConfigError) as caught:
     config_lib.check_workdir(str(tmp_path), other)
   assert caught.value.problems == (
-    f"workdir='{tmp_path}' belongs to another config; give another --workdir, or set these back:", "  seed: 0 -> 1")
+    f"workdir='{tmp_path}' belongs to another config; give another --workdir, or what the run has:",
+    "  seed: the run has 0, given is 1")
   (tmp_path / "config.json").write_text("{")
   with pytest.raises(ConfigError, match="config.json is not valid JSON .*; give another --workdir"):
     config_lib.check_workdir(str(tmp_path), config)
   with pytest.raises(ConfigError, match="is not a folder; give another --workdir"):
     config_lib.check_workdir(str(tmp_path / "config.json"), config)
+
+
+def test_a_workdir_without_its_config_is_refused_where_it_holds_files(tmp_path):
+  config = quickstart.get_config()
+  (tmp_path / "checkpoints").mkdir()  # as a start leaves it that ended for a missing model
+  config_lib.check_workdir(str(tmp_path), config)
+  (tmp_path / "checkpoints" / "20").mkdir()
+  (tmp_path / "checkpoints" / "20" / "_CHECKPOINT_METADATA").write_text("{}")
+  with pytest.raises(ConfigError, match="holds checkpoints/ but no config.json, so nobody can tell whose they are"):
+    config_lib.check_workdir(str(tmp_path), config)
 
 
 def test_json_is_sorted_and_strict():

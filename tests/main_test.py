@@ -142,8 +142,8 @@ def test_mistakes_of_config_and_workdir_together(tmp_path):
   (tmp_path / "config.json").write_text('{"seed": 7}')
   lines = _errors(_run(QUICKSTART, f"--workdir={tmp_path}", "--config.train.micro_batches=3", "--config.loss.name=tb",
                        "--config.devices.trainer=4", "--config.model.path=./nowhere"))
-  assert lines[0] == f"workdir='{tmp_path}' belongs to another config; give another --workdir, or set these back:"
-  assert "  seed: 7 -> 0" in lines
+  assert lines[0] == f"workdir='{tmp_path}' belongs to another config; give another --workdir, or what the run has:"
+  assert "  seed: the run has 7, given is 0" in lines
   assert [line.split("=")[0] for line in lines if not line.startswith("  ")][1:] == [
     "train.micro_batches", "loss.name", "model.path"]
 

@@ -54,7 +54,7 @@ def test_sigterm_in_lockstep_resumes_to_the_bits_of_the_unbroken_run(tmp_path, c
   began = time.monotonic()
   _, said = process.communicate(timeout=60)
   assert process.returncode == 0 and time.monotonic() - began < 10, said
-  assert "SIGTERM: stopping after this step, with a checkpoint once a step is done" in said
+  assert "SIGTERM: stopping, with a checkpoint, once the step under way is done" in said
   assert "by SIGTERM; the same command resumes from" in said
   assert not (broken / "results.json").exists()
   process = _start(broken, "--config.runtime.mode=lockstep", cache=cache)

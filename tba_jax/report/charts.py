@@ -43,7 +43,7 @@ SECTIONS: tuple[tuple[str, tuple[Chart, ...]], ...] = (
   ("Learning", (
     Chart("eval_accuracy", "Held-out accuracy", "share of prompts", "greedy, at the version evaluated", True, 0.0,
           evals=True),
-    Chart("reward", "Batch reward", "mean of the batch", "of sampled responses, old ones included"),
+    Chart("reward", "Batch reward", "mean of the batch", "of sampled responses; equal ones count once where buffer.dedup is set"),
     Chart("loss", "Loss", "loss", "of the objective in the config; its level says little across objectives"),
     Chart("log_ratio_ref", "log π − log ref", "nats a response",
           "mean over the responses drawn; no KL divergence unless the policy itself sampled them"),

@@ -188,7 +188,7 @@ def _make_from_file(
     args = ", ".join(["tokenizer", "settings", *(f"{key}=..." for key in task_args)])
     raise ValueError(
       f"{spec} cannot be called with ({args}): {error}; it takes "
-      f"{inspect.signature(cls)}. Change the class, or task_args in the config."
+      f"{inspect.signature(cls)}. Change the class, or give a config of your own whose task_args it takes (docs/add_a_task.md)."
     ) from error
   with _telling_where(spec.rpartition(":")[0]):
     task = cls(tokenizer, settings, **task_args)
