@@ -27,7 +27,7 @@ from tba_jax.models import lora as lora_lib
 from tba_jax.models import scalar_head, transformer
 from tba_jax.models.heads import token_logprobs
 from tba_jax.models.variants import ModelConfig
-from tba_jax.optimizers import Optimizer, make_optimizer, make_schedule
+from tba_jax.optimizers import Optimizer, global_norm, make_optimizer, make_schedule
 from tba_jax.types import Batch, TrainState
 
 Metrics = dict[str, jax.Array]
@@ -227,11 +227,13 @@ def make_train_step(
     head=head,
   )
 
+  norm = functools.partial(global_norm, in_blocks=mesh is None or mesh.size == 1)
+
   def step(state: TrainState, batch: Batch, beta: Any, *frozen: Any) -> tuple[TrainState, Metrics]:
     beta = jnp.asarray(beta, jnp.float32)
     trained = {**state.params, **dict(state.head)}
     grads, metrics = gradients(trained, batch, beta, score=functools.partial(score, frozen=frozen))
-    return _apply(state, grads, metrics | {"beta": beta}, optimizer, head)
+    return _apply(state, grads, metrics | {"beta": beta}, optimizer, head, norm=norm)
 
   if mesh is None:
     return jax.jit(step, donate_argnums=0)
@@ -390,17 +392,20 @@ def _grad_constraint(mesh: Mesh | None) -> Callable[[Any], Any]:
 
 
 def _apply(
-  state: TrainState, grads: Any, metrics: Metrics, optimizer: Optimizer, head: Head | None
+  state: TrainState, grads: Any, metrics: Metrics, optimizer: Optimizer, head: Head | None, *,
+  norm: Callable[[Any], jax.Array]
 ) -> tuple[TrainState, Metrics]:
   """The update, or the old state if loss or gradient norm is not finite: selected by value, without asking the host."""
   grads, head_grads = _split_head(grads)
-  grad_norm = optax.tree.norm(grads)
+  grad_norm = norm(grads)
   finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(grad_norm)
   if head is not None:
-    metrics = metrics | {"head_grad_norm": optax.tree.norm(head_grads)}
+    metrics = metrics | {"head_grad_norm": norm(head_grads)}
     finite &= jnp.isfinite(metrics["head_grad_norm"])
   keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
-  updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+  updates, opt_state = optimizer.update(grads, state.opt_state, state.params, grad_norm=grad_norm)
+  # Two things are made of the updates, and XLA:CPU would compute them for each, from four arrays as large.
+  updates = jax.lax.platform_dependent(updates, cpu=jax.lax.optimization_barrier, default=lambda x: x)
   params = keep(optax.apply_updates(state.params, updates), state.params)
   applied = finite.astype(jnp.int32)
   if head is not None:
@@ -409,8 +414,8 @@ def _apply(
                            head_opt_state=keep(head_opt_state, state.head_opt_state))
   metrics = metrics | {
     "grad_norm": grad_norm,
-    "param_norm": optax.tree.norm(params),
-    "update_norm": jnp.where(finite, optax.tree.norm(updates), 0.0),
+    "param_norm": norm(params),
+    "update_norm": jnp.where(finite, norm(updates), 0.0),
     "learning_rate": jnp.asarray(optimizer.schedule(state.version), jnp.float32),
     "skipped": 1.0 - finite.astype(jnp.float32),
   }

@@ -82,7 +82,8 @@ def sgd() -> optimizers.Optimizer:
   """Plain gradient descent whose state is the last gradient: read off the parameters, it would lose digits."""
   rule = optimizers.make_optimizer("sgd", schedule=lambda _: RATE, clip_norm=np.inf)
 
-  def update(grads, state, params):
+  def update(grads, state, params, **given):
+    del given
     updates, _ = rule.update(grads, rule.init(params), params)
     return updates, grads
 
@@ -597,6 +598,31 @@ def test_adafactor_holds_factored_moments_and_learns():
     found = jax.tree.map(jnp.add, found, updates)
     distance.append(norm(jax.tree.map(np.asarray, gap)))
   assert distance[-1] < 0.4 * distance[0]
+
+
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_the_global_norm_is_that_of_float64(in_blocks: bool):
+  rng = np.random.default_rng(0)
+  # Blocks of equal size, a prime number of entries, few entries, none; one leaf far from 0, as an update may be.
+  tree = {name: (rng.standard_normal(shape) * scale + mean).astype(np.float32) for name, shape, scale, mean in [
+    ("stacked", (6, 300, 250), 1e-3, 0.02), ("prime", (524_287,), 1.0, 0.0), ("small", (7,), 30.0, 0.0),
+    ("none", (0, 4), 1.0, 0.0)]}
+  exact = np.sqrt(sum(np.sum(np.square(leaf, dtype=np.float64)) for leaf in tree.values()))
+  found = jax.jit(functools.partial(optimizers.global_norm, in_blocks=in_blocks))(tree)
+  np.testing.assert_allclose(float(found), exact, rtol=2e-6)
+  assert float(optimizers.global_norm({}, in_blocks=in_blocks)) == 0
+
+
+@pytest.mark.parametrize("most", [0.01, 1e6])
+def test_clipping_scales_all_alike_by_a_norm_that_may_be_given(most: float):
+  grads = random_gradients(start_params(), 0)
+  total = norm(jax.tree.map(np.asarray, grads))
+  rule = optimizers.make_optimizer("sgd", schedule=lambda _: 1.0, clip_norm=most)
+  state = rule.init(start_params())
+  for given in ({}, {"grad_norm": jnp.float32(total)}):
+    updates, _ = rule.update(grads, state, start_params(), **given)
+    jax.tree.map(lambda u, g: np.testing.assert_allclose(
+      np.asarray(u), -min(1.0, most / total) * np.asarray(g), rtol=2e-6), updates, grads)
 
 
 def test_clipping_at_infinity_is_none():
