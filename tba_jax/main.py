@@ -105,7 +105,11 @@ def _load_config(path_and_arg: str | None) -> Any:
     fail([f"--config={path} is not a Python file that exists; give one, for example --config=configs/quickstart.py"])
   spec = importlib.util.spec_from_file_location("tba_jax_config_file", path)
   module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
+  try:
+    spec.loader.exec_module(module)
+  except SyntaxError as error:
+    where = f"--config={path}" if error.filename == path else error.filename
+    fail([f"{where} is not Python: line {error.lineno}: {error.msg}: {(error.text or '').strip()}"])
   if not callable(getattr(module, "get_config", None)):
     fail([f"--config={path} has no function get_config, which makes the config; see configs/quickstart.py for one"])
   try:

@@ -193,16 +193,17 @@ class Searcher:
     """Something else used the engine; the next `give` hands over whatever it is given."""
     self._given = None
 
-  def warmup(self) -> None:
+  def warmup(self, stopped: Callable[[], bool] = lambda: False) -> None:
     """Compiles every program by running it on nothing; needs weights. After this a step is never long because of a
-    compiler."""
-    self.engine.warmup()
-    if self._eval_engine is not self.engine:
+    compiler. When `stopped` says so, it leaves off after the program under way."""
+    self.engine.warmup(stopped)
+    if self._eval_engine is not self.engine and not stopped():
       self.engine.release()
       self._eval_engine.set_weights(self._given.params, self._given.version)
-      self._eval_engine.warmup()
+      self._eval_engine.warmup(stopped)
       self._eval_engine.release()
-    self._compile_scores(self._given.params)
+    if not stopped():
+      self._compile_scores(self._given.params)
 
   @property
   def num_compiled(self) -> int:

@@ -293,7 +293,9 @@ def _compile(the_run: Run) -> None:
       return
     bar.update(done, f"sampling programs of searcher {searcher.index}")
     searcher.give(the_run.weights.latest(searcher.index))
-    searcher.warmup()
+    searcher.warmup(the_run.stop.is_set)
+  if the_run.stop.is_set():
+    return
   num_responses = the_run.settings.groups_per_step * the_run.settings.responses_per_prompt
   if the_run.settings.steps:  # else there is fine-tuning alone, which is over
     shapes = lambda done, of: bar.update(len(searchers), f"train step, shape {min(done + 1, of)} of {of}")

@@ -459,6 +459,16 @@ class CompileCounter:
     self._active = False
 
 
+def test_a_warmup_that_is_stopped_compiles_no_more_and_the_engine_works(weights):
+  engine = make_engine(jax.devices()[3], slots=6, kv_buckets=(16, 40), prefill_batches=(1, 3), prompt_buckets=(8, 24))
+  engine.set_weights(weights[0], 0)
+  asked = []
+  engine.warmup(lambda: bool(asked.append(engine.num_compiled) or len(asked) > 1))
+  assert asked == [2, 4] and engine.num_compiled == 4 < len(engine.compiled_shapes())  # prefill and insert, twice
+  engine.submit(make_request(0, samples=2, prompt_tokens=5))
+  assert len(drain(engine)) == 1
+
+
 @pytest.mark.parametrize("on_mesh,lane_samples", [
   pytest.param(False, 1, marks=pytest.mark.slow), (True, 1), (False, 3)])
 def test_after_warmup_nothing_compiles(weights, on_mesh, lane_samples):

@@ -111,6 +111,12 @@ def test_bug_in_a_config_file_keeps_its_traceback(tmp_path):
   assert result.returncode == 1 and "NameError: name 'undefined_name'" in result.stderr
 
 
+def test_a_config_file_that_is_not_python_is_refused_in_one_line(tmp_path):
+  (tmp_path / "broken.py").write_text("def get_config(arg=None):\n  return dict(seed=0\n")
+  (line,) = _errors(_run(f"--config={tmp_path}/broken.py", WORKDIR))
+  assert line.startswith(f"--config={tmp_path}/broken.py is not Python: line 2: ") and "dict(seed=0" in line
+
+
 def test_a_file_that_makes_no_config_is_refused_in_one_line(tmp_path):
   for text in ("VALUE = 3\n", "get_config = {}\n"):
     (tmp_path / "plain.py").write_text(text)

@@ -108,9 +108,9 @@ class RemoteSearcher:
     self._say(f"searcher {self.index} is ready after {now - self._asked_secs:.0f} s")
     return True
 
-  def warmup(self) -> None:
-    """Waits for the first searcher's host, or for every one's; hosts compile as they begin."""
-    while (self.index == 0 or self._in_turn) and not self.ready(self._given):
+  def warmup(self, stopped: Callable[[], bool] = lambda: False) -> None:
+    """Waits for the first searcher's host, or for every one's, until it is `stopped`; hosts compile as they begin."""
+    while (self.index == 0 or self._in_turn) and not stopped() and not self.ready(self._given):
       self.heartbeat.beat("waiting for its host")
 
   def _call(self, method: str, *arguments: Any) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -283,8 +283,8 @@ class Engine:
     assert not self._groups
     self._state = None
 
-  def warmup(self) -> None:
-    """Compiles every declared program by running it on nothing.
+  def warmup(self, stopped: Callable[[], bool] = lambda: False) -> None:
+    """Compiles every declared program by running it on nothing; when `stopped` says so, no more after the one under way.
 
     Raises: ValueError without weights, whose layout the programs depend on, or with samples under way.
     """
@@ -292,18 +292,24 @@ class Engine:
       raise ValueError(f"warmup needs an idle engine but {len(self._groups)} requests are under way; call it first.")
     self._state = self._init_state()
     self._take_weights()
+    for output in self._run_on_nothing():
+      if stopped():
+        return
+    jax.block_until_ready(output)
+
+  def _run_on_nothing(self) -> Iterator[Any]:
+    """Runs every declared program; yields what each gave."""
     nothing = self._admission({})
     for num_prompts in self._shapes.prefill_batches:
       for length in self._shapes.prompt_buckets:
         logits, cache = self._prefill(np.zeros((num_prompts, length), np.int32), np.ones(num_prompts, np.int32))
-        self._insert(logits, cache, nothing)
+        yield self._insert(logits, cache, nothing)
     for length in self._shapes.recompute_buckets:
       num = self._shapes.prefill_batches[-1]
       beyond = np.arange(num, dtype=np.int32) + self._shapes.slots
-      self._recompute(np.zeros((num, length), np.int32), np.ones(num, np.int32), beyond, beyond)
+      yield self._recompute(np.zeros((num, length), np.int32), np.ones(num, np.int32), beyond, beyond)
     for lengths in itertools.product(self._shapes.prefix_buckets, self._shapes.kv_buckets):
-      output = self._decode(*lengths)
-    jax.block_until_ready(output)
+      yield self._decode(*lengths)
 
   def _count(self, kind: str, size: int, length: int) -> None:
     assert (kind, size, length) in self._declared, (kind, size, length)
