@@ -157,7 +157,7 @@ def test_a_host_that_dies_is_replaced_and_its_prompts_come_again(tmp_path, monke
 
 def test_a_host_that_dies_too_often_stops_the_run_and_it_resumes(tmp_path, monkeypatch, connections, capfd):
   made, deaths = connections
-  deaths[0] = (2,)
+  deaths[0] = (1,)
   config = _remote_config(monkeypatch, train__steps=6, runtime__searcher_restarts=0, eval__every_steps=0)
   assert runs.run(config, tmp_path) == 1
   assert "searcher 0 raised HostDied: the test" in capfd.readouterr().err

@@ -27,7 +27,7 @@ def _start(workdir, *flags, cache):
 
 
 def _wait_for_step(process, workdir, step):
-  deadline = time.monotonic() + 120
+  deadline = time.monotonic() + 300
   while time.monotonic() < deadline and process.poll() is None:
     path = workdir / "metrics.jsonl"
     if path.exists() and any('"loss"' in line and f'"step": {step},' in line for line in path.read_text().splitlines()):
