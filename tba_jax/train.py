@@ -241,7 +241,8 @@ def _drive(the_run: Run, folder: pathlib.Path) -> int:
 
   with Watchdog(main_thread, secs=2 * the_run.settings.hang_secs, say=the_run.progress.message):
     try:
-      _driver(the_run.settings)(the_run)
+      if not the_run.stop.is_set():  # else it was stopped while programs were compiled, and searchers would go on with it
+        _driver(the_run.settings)(the_run)
       the_run.weights.join()
       code = DONE
     except Exception as error:  # the run's last word on any fault: what happened, a checkpoint, exit code 1

@@ -13,6 +13,8 @@ import time
 import pytest
 
 import runs
+from tba_jax.runtime.settings import StopFlag
+from tba_jax.searcher import Searcher
 
 REPO = pathlib.Path(__file__).resolve().parent.parent
 # An untrained model seldom stops, so responses are scored as they are; nothing is learnt, everything is exercised.
@@ -107,3 +109,21 @@ def test_kill_9_goes_on_from_the_last_checkpoint_to_the_same_bits(tmp_path, cach
   _, said = process.communicate(timeout=300)
   assert process.returncode == 0, said
   assert runs.untimed(whole) == runs.untimed(broken)
+
+
+def test_a_stop_while_programs_compile_starts_nothing_and_the_run_resumes(tmp_path, monkeypatch, capfd):
+  stop, warmup = StopFlag(), Searcher.warmup
+
+  def warmup_stopped(self, stopped):
+    stop.set("a test")
+    warmup(self, stopped)
+
+  config = runs.short_config(train__steps=2, eval__every_steps=0)
+  with monkeypatch.context() as patch:
+    patch.setattr(Searcher, "warmup", warmup_stopped)
+    assert runs.run(config, tmp_path, stop) == 0
+  said = capfd.readouterr().err
+  assert "stopped at step 0 by a test; the same command resumes" in said and "searcher 1  " not in said
+  assert not (tmp_path / "results.json").exists()
+  assert runs.run(config, tmp_path) == 0
+  assert runs.results(tmp_path)["steps"] == 2
